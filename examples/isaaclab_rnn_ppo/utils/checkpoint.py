@@ -1,0 +1,67 @@
+"""Checkpoints: written whole or not at all, loaded without running code from the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+CHECKPOINT_DIR = "checkpoints"
+
+
+def checkpoint_path(run_dir: Path, iteration: int) -> Path:
+    return run_dir / CHECKPOINT_DIR / f"iteration_{iteration:07d}.pt"
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state`` to a temporary file, flush it to disk, and rename it to ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint file, or the newest one of a run folder.
+
+    Raises:
+        ValueError: no checkpoint there, or not a file that this suite wrote.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = sorted((path / CHECKPOINT_DIR).glob("*.pt")) or sorted(path.glob("*.pt"))
+        if not found:
+            raise ValueError(f"--resume {path}: no checkpoint in this folder.")
+        path = found[-1]
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever the damage makes it trip over
+        raise ValueError(f"--resume {path}: not a readable checkpoint ({type(error).__name__}).") from None
+    if not isinstance(state, dict) or "model" not in state:
+        raise ValueError(f"--resume {path}: not a checkpoint of this suite.")
+    return state
+
+
+def load_model(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load parameters, or say which differ.
+
+    Raises:
+        ValueError: a parameter is missing, not known, or of another shape.
+    """
+    own = module.state_dict()
+    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
+    shapes = [
+        f"{name} is {list(state[name].shape)} in the checkpoint and {list(own[name].shape)} here"
+        for name in own.keys() & state.keys()
+        if own[name].shape != state[name].shape
+    ]
+    problems = [*sorted(shapes), *(f"{n} is missing" for n in sorted(missing)), *(f"{n} is not known" for n in sorted(unknown))]
+    if problems:
+        raise ValueError(f"--resume: the checkpoint is of another model: {'; '.join(problems[:3])}.")
+    module.load_state_dict(state)

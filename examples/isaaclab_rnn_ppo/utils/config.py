@@ -1,0 +1,330 @@
+"""Command line: argparse flags, preset files, Hydra overrides."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
+from isaaclab_rnn_ppo.utils.rnn import resolve_backend
+from isaaclab_rnn_ppo.utils.update import COMPILE_MODES
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+_TOKEN = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+_ENV_PREFIXES = ("env.", "physics=", "renderer=")  # Isaac Lab's own Hydra tokens
+
+
+def int_list(text: str) -> list[int]:
+    """``256,128`` -> [256, 128]; an empty text is an empty list."""
+    return [int(part) for part in text.split(",") if part]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting: its type, help, and what values are valid."""
+
+    kind: Callable[[str], Any]
+    help: str
+    valid: str = ""
+    check: Callable[[Any], bool] = lambda value: True
+    choices: tuple[str, ...] = ()
+
+
+def _positive(kind: type, help: str) -> Flag:
+    return Flag(kind, help, "a number above 0", lambda value: value > 0)
+
+
+def _at_least(minimum: float, kind: type, help: str) -> Flag:
+    return Flag(kind, help, f"a number of at least {minimum}", lambda value: value >= minimum)
+
+
+def _unit(help: str) -> Flag:
+    return Flag(float, help, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def _widths(help: str) -> Flag:
+    return Flag(int_list, help, "widths above 0, like 256,128", lambda widths: all(width > 0 for width in widths))
+
+
+FLAGS: dict[str, dict[str, Flag]] = {
+    "task": {
+        "task": Flag(str, "Isaac Lab task id"),
+        "num_envs": _positive(int, "environments over all collectors"),
+        "device": Flag(str, "auto, cpu, cuda or cuda:N, for simulation and learning"),
+        "seed": _at_least(0, int, "seed of torch, numpy, python and the environments"),
+        "iterations": _positive(int, "training iterations (a rollout and its updates)"),
+        "asset_root": Flag(str, "auto, official, bundled or a folder with Isaac assets"),
+    },
+    "collection": {
+        "rollout_steps": _positive(int, "steps an environment makes in an iteration"),
+        "num_collectors": _positive(int, "simulator processes"),
+        "async_collection": Flag(
+            bool,
+            "collect the next batch while learning from this one: a batch is one collector's, and its policy "
+            "is one update older for each collector",
+        ),
+        "boundary_slots": _positive(
+            int, "final observations kept for an environment in a rollout: its end, and truncations inside"
+        ),
+    },
+    "model": {
+        "rnn": Flag(str, "recurrent core", choices=("lstm", "gru", "none")),
+        "rnn_backend": Flag(
+            str,
+            "how the core runs over a window when learning; collecting always takes one fused step",
+            choices=("auto", "pad", "scan", "triton"),
+        ),
+        "hidden_size": _positive(int, "hidden units of the core"),
+        "num_layers": _positive(int, "layers of the core"),
+        "actor_hidden": _widths("widths of the MLP before the core, comma-separated"),
+        "head_hidden": _widths("widths of the MLP between the core and each head"),
+        "activation": Flag(str, "activation of the MLPs", choices=tuple(ACTIVATIONS)),
+        "action_dist": Flag(str, "action distribution", choices=DISTRIBUTIONS),
+        "init_std": _positive(float, "initial standard deviation of the policy, in action units"),
+    },
+    "advantages": {
+        "gamma": _unit("discount a step"),
+        "gae_lambda": _unit("lambda of generalised advantage estimation"),
+        "vectorized_gae": Flag(bool, "TorchRL's vectorised GAE instead of its loop over time"),
+    },
+    "update": {
+        "learning_rate": _positive(float, "Adam's learning rate"),
+        "num_epochs": _positive(int, "passes over a batch"),
+        "num_minibatches": _positive(int, "minibatches an epoch; must divide the environments of a batch"),
+        "clip_epsilon": _positive(float, "PPO clip range of the probability ratio"),
+        "entropy_coeff": _at_least(0, float, "weight of the entropy bonus"),
+        "value_coeff": _positive(float, "weight of the value loss"),
+        "clip_grad_norm": _positive(float, "maximum global norm of the gradient"),
+        "compile": Flag(str, "torch.compile the advantages and the update", choices=COMPILE_MODES),
+        "cudagraphs": Flag(bool, "replay the update as one CUDA graph"),
+        "cudagraph_warmup": _positive(int, "updates that run eagerly before the capture"),
+    },
+    "run": {
+        "log_dir": Flag(str, "folder that holds the runs"),
+        "logger": Flag(
+            str, "besides metrics.csv, which is always written", choices=("csv", "tensorboard", "wandb", "none")
+        ),
+        "checkpoint_interval": _positive(int, "iterations between checkpoints"),
+        "resume": Flag(str, "checkpoint file or run folder to continue from"),
+    },
+}
+ALL_FLAGS = {name: flag for group in FLAGS.values() for name, flag in group.items()}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage text."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def make_parser() -> Parser:
+    """One flag a setting, dashed or underscored, in the groups of ``FLAGS``."""
+    defaults = yaml.safe_load((CONFIG_DIR / "ppo.yaml").read_text())
+    parser = Parser(
+        prog="train.py",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Recurrent PPO for Isaac Lab. key=value tokens are Hydra overrides: env.* goes to the task's "
+        "configuration, anything else names a setting of this suite.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides", default=[])
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, flag in flags.items():
+            options: dict[str, Any] = {"help": f"{flag.help} (default: {defaults[name]})".replace("%", "%%")}
+            if flag.kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            else:
+                options |= {"type": flag.kind, "metavar": name.upper()}
+            if flag.choices:
+                options["choices"] = flag.choices
+                options["metavar"] = "{" + ",".join(flag.choices) + "}"
+            if name == "compile":
+                options |= {"nargs": "?", "const": "default"}
+            group.add_argument(*dict.fromkeys([_dashed(name), "--" + name]), **options)
+    return parser
+
+
+def _split_tokens(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
+    """Separate Hydra tokens from flags, also behind a flag whose value may be missing."""
+    takes_value = {
+        option for action in parser._actions for option in action.option_strings if action.nargs in (None, 1)
+    }
+    flags, tokens = [], []
+    for previous, token in zip(["", *argv], argv):
+        hydra = _TOKEN.match(token) and previous not in takes_value
+        (tokens if hydra else flags).append(token)
+    return flags, tokens
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return ", ".join(found) if found else ", ".join(names)
+
+
+def _compose(task: str, overrides: list[str]) -> DictConfig:
+    name = task if (CONFIG_DIR / f"{task}.yaml").is_file() else "ppo"
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
+        return compose(name, overrides=overrides)
+
+
+def _own_overrides(tokens: Sequence[str], given: dict[str, Any], parser: Parser) -> dict[str, str]:
+    """The suite's own overrides, checked against the flags."""
+    own: dict[str, str] = {}
+    for token in tokens:
+        key, value = token.split("=", 1)
+        if key not in ALL_FLAGS:
+            parser.error(f"override {token}: there is no setting {key}. Nearest: {_nearest(key, list(ALL_FLAGS))}.")
+        if key in given:
+            parser.error(f"override {token} contradicts {_dashed(key)} {given[key]}: give one of them.")
+        own[key] = value
+    return own
+
+
+def _checked(name: str, value: Any, parser: Parser) -> Any:
+    flag = ALL_FLAGS[name]
+    if value is None:
+        return None
+    shown = ",".join(map(str, value)) if isinstance(value, list) else value
+    try:
+        if flag.kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError
+        elif flag.kind is int:
+            if isinstance(value, bool) or int(value) != value:
+                raise ValueError
+        elif flag.kind is float:
+            value = float(value)
+            if not math.isfinite(value):
+                raise ValueError
+        elif flag.kind is int_list:
+            value = int_list(shown if isinstance(shown, str) else str(shown))
+        else:
+            value = str(value)
+    except (TypeError, ValueError):
+        kind = {int_list: "widths like 256,128"}.get(flag.kind, f"a value of type {flag.kind.__name__}")
+        parser.error(f"{_dashed(name)} {shown}: must be {flag.valid or kind}.")
+    if flag.choices and value not in flag.choices:
+        parser.error(f"{_dashed(name)} {shown}: valid are {', '.join(flag.choices)}.")
+    if not flag.check(value):
+        parser.error(f"{_dashed(name)} {shown}: must be {flag.valid}.")
+    return value
+
+
+def _resolve_device(name: str, parser: Parser) -> str:
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        parser.error(f"--device {name}: valid are auto, cpu, cuda and cuda:N.")
+    if device.type not in ("cpu", "cuda"):
+        parser.error(f"--device {name}: valid are auto, cpu, cuda and cuda:N.")
+    if device.type == "cuda":
+        index = device.index or 0
+        if index >= torch.cuda.device_count():
+            parser.error(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices.")
+        return f"cuda:{index}"
+    return "cpu"
+
+
+def _resolve_num_envs(args: argparse.Namespace, parser: Parser) -> int:
+    tokens = [token for token in args.env_overrides if token.startswith("env.scene.num_envs=")]
+    if not tokens:
+        return args.num_envs or (4096 if args.device.startswith("cuda") else 256)
+    try:
+        from_token = int(tokens[-1].split("=", 1)[1])
+    except ValueError:
+        parser.error(f"override {tokens[-1]}: must be a whole number above 0.")
+    if from_token <= 0:
+        parser.error(f"override {tokens[-1]}: must be a whole number above 0.")
+    if args.num_envs_given and args.num_envs != from_token:
+        parser.error(f"--num-envs {args.num_envs} contradicts {tokens[-1]}: give one of them.")
+    return from_token
+
+
+def _check_combinations(args: argparse.Namespace, parser: Parser) -> None:
+    if args.num_envs % args.num_collectors:
+        parser.error(f"--num-envs {args.num_envs}: must be a multiple of --num-collectors {args.num_collectors}.")
+    batch_envs = args.num_envs // (args.num_collectors if args.async_collection else 1)
+    if batch_envs % args.num_minibatches:
+        parser.error(
+            f"--num-minibatches {args.num_minibatches}: must divide the {batch_envs} environments of a batch "
+            f"(--num-envs {args.num_envs})."
+        )
+    try:
+        args.rnn_backend = resolve_backend(args.rnn_backend, torch.device(args.device))
+    except ValueError as error:
+        parser.error(str(error))
+    if args.resume is not None and not Path(args.resume).exists():
+        parser.error(f"--resume {args.resume}: no such file or folder.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and resolve the command line; a mistake ends the process with code 2 and one line.
+
+    What the user typed wins over the task's preset, and that over ``ppo.yaml``.
+
+    Returns:
+        one attribute a setting of ``FLAGS``, and ``env_overrides``, the tokens for the task's
+        configuration.
+    """
+    parser = make_parser()
+    flags, tokens = _split_tokens(sys.argv[1:] if argv is None else argv, parser)
+    given = vars(parser.parse_args(flags))
+    stray = given.pop("overrides")
+    if stray:
+        parser.error(f"{stray[0]}: neither a flag nor key=value.")
+    given = {name: _checked(name, value, parser) for name, value in given.items()}
+    env_overrides = [token for token in tokens if token.lstrip("+~").startswith(_ENV_PREFIXES)]
+    own = _own_overrides([token for token in tokens if token not in env_overrides], given, parser)
+
+    task = given.get("task", own.get("task", yaml.safe_load((CONFIG_DIR / "ppo.yaml").read_text())["task"]))
+    try:
+        config = _compose(task, [f"{key}={value}" for key, value in own.items()])
+    except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
+        parser.error(f"override: {str(error).splitlines()[0]}")
+    settings = OmegaConf.to_container(config, resolve=True) | given
+    settings = {name: _checked(name, settings[name], parser) for name in ALL_FLAGS}
+
+    args = argparse.Namespace(**settings, env_overrides=env_overrides)
+    args.num_envs_given = "num_envs" in given or "num_envs" in own
+    args.device = _resolve_device(args.device, parser)
+    args.num_envs = _resolve_num_envs(args, parser)
+    del args.num_envs_given
+    _check_combinations(args, parser)
+    return args
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a ``ValueError`` about the user's input into one line on stderr and exit code 2.
+
+    For the set-up of a run only: behind it a ``ValueError`` is a bug and keeps its traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # TorchRL appends the worker's traceback to what the environment raised there.
+        print(f"train.py: error: {str(error).split('\n\nWorker traceback:')[0]}", file=sys.stderr)
+        raise SystemExit(2) from None
