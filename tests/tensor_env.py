@@ -32,9 +32,7 @@ class TableEnv(EnvBase):
         self.action_spec = Unbounded((num_envs, num_actions))
         self.reward_spec = Unbounded((num_envs, 1))
         flag = Binary(1, (num_envs, 1), dtype=torch.bool)
-        self.done_spec = Composite(
-            done=flag.clone(), terminated=flag.clone(), truncated=flag.clone(), shape=[num_envs]
-        )
+        self.done_spec = Composite(done=flag.clone(), terminated=flag.clone(), truncated=flag.clone(), shape=[num_envs])
 
     def _observe(self, observation):
         groups = {"policy": observation.clone()}

@@ -7,9 +7,10 @@ from isaaclab_rnn_ppo.utils.collectors import RolloutCollector, bytes_of, make_c
 from isaaclab_rnn_ppo.utils.config import parse_args, user_errors
 from isaaclab_rnn_ppo.utils.envs import make_env
 from isaaclab_rnn_ppo.utils.logging import EpisodeStatistics, RunLogger
+from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_loss
 from isaaclab_rnn_ppo.utils.models import Models, make_models
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
-from isaaclab_rnn_ppo.utils.update import RecurrentPPOLoss, make_loss, make_update, minibatches
+from isaaclab_rnn_ppo.utils.update import make_update, minibatches
 
 __all__ = [
     "GRU",

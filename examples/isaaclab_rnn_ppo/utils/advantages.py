@@ -22,8 +22,7 @@ def with_initial_state(steps: TensorDictBase, initial: TensorDictBase) -> Tensor
     The state is expanded over T with stride 0: the recurrent cores read index 0 only.
     """
     states = {
-        key: value.unsqueeze(1).expand(-1, steps.shape[1], *value.shape[1:])
-        for key, value in initial.items(True, True)
+        key: value.unsqueeze(1).expand(-1, steps.shape[1], *value.shape[1:]) for key, value in initial.items(True, True)
     }
     return steps.copy().update(states)
 

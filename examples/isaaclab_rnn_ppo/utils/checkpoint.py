@@ -61,7 +61,11 @@ def load_model(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
         for name in own.keys() & state.keys()
         if own[name].shape != state[name].shape
     ]
-    problems = [*sorted(shapes), *(f"{n} is missing" for n in sorted(missing)), *(f"{n} is not known" for n in sorted(unknown))]
+    problems = [
+        *sorted(shapes),
+        *(f"{n} is missing" for n in sorted(missing)),
+        *(f"{n} is not known" for n in sorted(unknown)),
+    ]
     if problems:
         raise ValueError(f"--resume: the checkpoint is of another model: {'; '.join(problems[:3])}.")
     module.load_state_dict(state)

@@ -124,9 +124,7 @@ def make_models(
     embedding_net = make_mlp(num_obs, embedding, None, activation)
     num_embedded = embedding[-1] if embedding else num_obs
     if rnn == "none":
-        backbone = TensorDictSequential(
-            TensorDictModule(embedding_net, in_keys=["policy"], out_keys=["features"])
-        )
+        backbone = TensorDictSequential(TensorDictModule(embedding_net, in_keys=["policy"], out_keys=["features"]))
         num_features = num_embedded
     else:
         core = cores[rnn](
