@@ -26,6 +26,7 @@ from isaaclab_rnn_ppo.utils.update import COMPILE_MODES
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 _TOKEN = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+_NUMBER = {int: "a whole number", float: "a number"}
 _ENV_PREFIXES = ("env.", "physics=", "renderer=")  # Isaac Lab's own Hydra tokens
 
 
@@ -46,11 +47,11 @@ class Flag:
 
 
 def _positive(kind: type, help: str) -> Flag:
-    return Flag(kind, help, "a number above 0", lambda value: value > 0)
+    return Flag(kind, help, f"{_NUMBER[kind]} above 0", lambda value: value > 0)
 
 
 def _at_least(minimum: float, kind: type, help: str) -> Flag:
-    return Flag(kind, help, f"a number of at least {minimum}", lambda value: value >= minimum)
+    return Flag(kind, help, f"{_NUMBER[kind]} of at least {minimum}", lambda value: value >= minimum)
 
 
 def _unit(help: str) -> Flag:
@@ -138,7 +139,7 @@ def _dashed(name: str) -> str:
 
 
 def make_parser() -> Parser:
-    """One flag a setting, dashed or underscored, in the groups of ``FLAGS``."""
+    """One flag a setting, in the groups of ``FLAGS``."""
     defaults = yaml.safe_load((CONFIG_DIR / "ppo.yaml").read_text())
     parser = Parser(
         prog="train.py",
@@ -161,12 +162,13 @@ def make_parser() -> Parser:
                 options["metavar"] = "{" + ",".join(flag.choices) + "}"
             if name == "compile":
                 options |= {"nargs": "?", "const": "default"}
-            group.add_argument(*dict.fromkeys([_dashed(name), "--" + name]), **options)
+            group.add_argument(_dashed(name), **options)
     return parser
 
 
 def _split_tokens(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
-    """Separate Hydra tokens from flags, also behind a flag whose value may be missing."""
+    """Separate Hydra tokens from flags (dashed), also behind a flag whose value may be missing."""
+    argv = [re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), token) for token in argv]
     takes_value = {
         option for action in parser._actions for option in action.option_strings if action.nargs in (None, 1)
     }
@@ -178,8 +180,8 @@ def _split_tokens(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return ", ".join(found) if found else ", ".join(names)
+    found = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    return f"Nearest: {', '.join(found)}." if found else "--help lists them."
 
 
 def _compose(task: str, overrides: list[str]) -> DictConfig:
@@ -194,7 +196,7 @@ def _own_overrides(tokens: Sequence[str], given: dict[str, Any], parser: Parser)
     for token in tokens:
         key, value = token.split("=", 1)
         if key not in ALL_FLAGS:
-            parser.error(f"override {token}: there is no setting {key}. Nearest: {_nearest(key, list(ALL_FLAGS))}.")
+            parser.error(f"override {token}: there is no setting {key}. {_nearest(key, list(ALL_FLAGS))}")
         if key in given:
             parser.error(f"override {token} contradicts {_dashed(key)} {given[key]}: give one of them.")
         own[key] = value

@@ -1,0 +1,88 @@
+"""The command line: what wins, and one message for every mistake."""
+
+import pytest
+import yaml
+from isaaclab_rnn_ppo.utils.config import ALL_FLAGS, CONFIG_DIR, make_parser, parse_args
+
+CPU = ["--device", "cpu"]
+
+
+def test_every_flag_has_a_default_and_every_default_a_flag():
+    assert set(yaml.safe_load((CONFIG_DIR / "ppo.yaml").read_text())) == set(ALL_FLAGS)
+
+
+def test_defaults_preset_and_explicit_values_in_rising_order():
+    default = parse_args([*CPU, "--task", "Isaac-Ant"])
+    preset = parse_args([*CPU, "--task", "Isaac-Cartpole"])
+    explicit = parse_args([*CPU, "--task", "Isaac-Cartpole", "--hidden_size", "32", "rollout_steps=8"])
+    assert (default.hidden_size, preset.hidden_size, explicit.hidden_size) == (256, 64, 32)
+    assert (default.rollout_steps, preset.rollout_steps, explicit.rollout_steps) == (32, 16, 8)
+
+
+def test_the_task_may_be_an_override():
+    assert parse_args([*CPU, "task=Isaac-Cartpole"]).hidden_size == 64
+
+
+def test_env_tokens_go_to_the_task_unchanged():
+    tokens = ["env.episode_length_s=2.0", "physics=newton_mjwarp"]
+    assert parse_args([*CPU, *tokens, "--compile", "env.sim.dt=0.01"]).env_overrides == [*tokens, "env.sim.dt=0.01"]
+
+
+def test_compile_without_a_mode_is_default():
+    assert parse_args([*CPU, "--compile", "--cudagraphs"]).compile == "default"
+    assert parse_args([*CPU, "--compile", "max-autotune"]).compile == "max-autotune"
+    assert parse_args(CPU).compile is None
+
+
+def test_number_of_envs():
+    assert parse_args(CPU).num_envs == 256
+    assert parse_args([*CPU, "env.scene.num_envs=32"]).num_envs == 32
+    assert parse_args([*CPU, "--num-envs", "32", "env.scene.num_envs=32"]).num_envs == 32
+
+
+def test_booleans_can_be_negated():
+    assert parse_args([*CPU, "--no-vectorized-gae"]).vectorized_gae is False
+    assert parse_args([*CPU, "--no_vectorized_gae"]).vectorized_gae is False
+
+
+def test_help_gives_every_flag_its_default():
+    text = " ".join(make_parser().format_help().split())
+    assert text.count("(default: ") == len(ALL_FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ("--num-envs 0", ["--num-envs 0", "whole number above 0"]),
+        ("--num-envs 10 --num-minibatches 4", ["--num-minibatches 4", "10 environments"]),
+        ("--num-envs 9 --num-collectors 2", ["--num-envs 9", "--num-collectors 2"]),
+        ("--num-envs 16 env.scene.num_envs=32", ["--num-envs 16", "env.scene.num_envs=32"]),
+        ("env.scene.num_envs=many", ["env.scene.num_envs=many", "whole number"]),
+        ("--rnn-backend triton", ["--rnn-backend", "triton", "CUDA"]),
+        ("--clip-grad-norm -1", ["--clip-grad-norm -1", "above 0"]),
+        ("--clip-grad-norm nan", ["--clip-grad-norm nan", "above 0"]),
+        ("--gamma 1.5", ["--gamma 1.5", "from 0 to 1"]),
+        ("--actor-hidden 64,0", ["--actor-hidden 64,0", "above 0"]),
+        ("--actor-hidden a", ["--actor-hidden"]),
+        ("--compile fast", ["--compile", "fast", "max-autotune"]),
+        ("--bogus", ["--bogus"]),
+        ("bogus", ["bogus", "key=value"]),
+        ("gama=0.9", ["gama", "gamma"]),
+        ("qqq=0.9", ["qqq", "--help"]),
+        ("hidden_size=3.5", ["--hidden-size 3.5", "whole number"]),
+        ("gamma=abc", ["--gamma abc"]),
+        ("rnn=transformer", ["--rnn transformer", "lstm"]),
+        ("--hidden-size 64 hidden_size=64", ["hidden_size=64", "--hidden-size 64"]),
+        ("--device tpu", ["--device tpu", "cuda"]),
+        ("--device cuda:99", ["--device cuda:99", "CUDA devices"]),
+        ("--resume /no/such/file", ["--resume /no/such/file"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(argv, parts, capsys):
+    device = [] if "--device" in argv else CPU
+    with pytest.raises(SystemExit) as exit_info:
+        parse_args([*device, *argv.split()])
+    message = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert message.startswith("train.py: error: ") and message.count("\n") == 1
+    assert all(part in message for part in parts), message
