@@ -23,7 +23,15 @@ ASSET_ROOT_ENV = "ISAACSIM_ASSET_ROOT"
 
 SERVER_TIMEOUT_S = 3.0
 
-BUNDLED_TASKS: set[str] = {"Isaac-Cartpole", "Isaac-Cartpole-Direct", "Isaac-Ant", "Isaac-Ant-Direct"}
+BUNDLED_TASKS: set[str] = {
+    "Isaac-Cartpole",
+    "Isaac-Cartpole-Direct",
+    "Isaac-Ant",
+    "Isaac-Ant-Direct",
+    "Isaac-Cartpole-Recall",
+    "Isaac-Cartpole-NoVelocity",
+    "Isaac-Ant-NoVelocity",
+}
 """Tasks that need nothing but the bundled root. A task of this suite built on the same robots adds its id."""
 
 _GROUND_PLANE = "Isaac/IsaacLab/Environments/Grid/default_ground_plane_checker_v1/default_ground_plane.usda"

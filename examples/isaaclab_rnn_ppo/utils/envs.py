@@ -124,6 +124,8 @@ def resolve_task(
     from isaaclab.envs import DirectMARLEnvCfg
     from isaaclab_tasks.utils import resolve_task_config
 
+    from . import tasks  # noqa: F401  registers this suite's own
+
     _check_task(task)
     values = _check_overrides(task, overrides)
     cfg, _ = resolve_task_config(task, None, overrides=list(overrides))
