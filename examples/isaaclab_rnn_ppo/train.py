@@ -19,24 +19,30 @@ from torch import nn
 from torchrl._utils import timeit
 
 from isaaclab_rnn_ppo.utils import (
+    AdaptiveLR,
     EpisodeStatistics,
     Models,
     RunLogger,
     bytes_of,
     checkpoint_path,
+    critic_flags,
+    linear,
     load_checkpoint,
     load_model,
     make_advantage,
     make_collector,
+    make_critic_loss,
     make_env,
     make_loss,
     make_models,
+    make_optimizer,
     make_update,
     minibatches,
     parse_args,
     quiet_libraries,
     resolve_asset_root,
     save_checkpoint,
+    set_learning_rate,
     user_errors,
 )
 
@@ -70,25 +76,69 @@ def model_factory(args: argparse.Namespace) -> Callable[..., Models]:
         activation=args.activation,
         action_dist=args.action_dist,
         init_std=args.init_std,
+        normalize_obs=args.normalize_obs,
+        normalize_value=args.normalize_value,
+        memory_horizon=args.memory_horizon,
+        amp=args.amp,
+        critic_obs=args.critic_obs,
+        critic_hidden_size=args.critic_hidden_size,
+        critic_num_layers=args.critic_num_layers,
+        critic_embedding=args.critic_hidden,
+        critic_head_hidden=args.critic_head_hidden,
         device=args.device,
     )
 
 
-def make_actor(factory: Callable[..., Models], **specs) -> nn.Module:
+def make_worker_policy(factory: Callable[..., Models], **specs) -> nn.Module:
     """What a worker runs."""
-    return factory(**specs).actor
+    return factory(**specs).collector_policy
 
 
 def learn(
-    training: TensorDictBase, update: Callable[[TensorDictBase], dict[str, torch.Tensor]], args: argparse.Namespace
+    training: TensorDictBase,
+    update: Callable[[TensorDictBase], dict[str, torch.Tensor]],
+    num_epochs: int,
+    num_minibatches: int,
+    target_kl: float | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Epochs x minibatches of ``update``; means of its metrics, on the device."""
+    """Epochs x minibatches of ``update``; means of its metrics, on the device.
+
+    With ``target_kl`` the device is read once an epoch, and the epoch whose mean KL is above it is the last.
+    """
     sums: dict[str, torch.Tensor] = {}
-    for _ in range(args.num_epochs):
-        for env_ids in minibatches(len(training), args.num_minibatches, training.device):
+    epochs_done = 0
+    while epochs_done < num_epochs:
+        before = sums.get("kl", 0)
+        for env_ids in minibatches(len(training), num_minibatches, training.device):
             for name, value in update(training[env_ids]).items():
                 sums[name] = sums.get(name, 0) + value
-    return {name: value / (args.num_epochs * args.num_minibatches) for name, value in sums.items()}
+        epochs_done += 1
+        if target_kl is not None and sums["kl"] - before > target_kl * num_minibatches:
+            break
+    means = {name: value / (epochs_done * num_minibatches) for name, value in sums.items()}
+    return means if target_kl is None else means | {"epochs_done": torch.tensor(epochs_done)}
+
+
+def apply_schedules(
+    iteration: int,
+    loss_module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    critic_optimizer: torch.optim.Optimizer | None,
+    args: argparse.Namespace,
+) -> None:
+    """Coefficients and learning rates of this iteration; the adaptive one moves inside the update."""
+    entropy_coeff = args.entropy_coeff
+    if args.entropy_coeff_final is not None:
+        entropy_coeff = linear(entropy_coeff, args.entropy_coeff_final, iteration, args.iterations)
+    loss_module.entropy_coeff.fill_(entropy_coeff)
+    if args.lr_schedule == "linear":
+        set_learning_rate(optimizer, linear(args.learning_rate, 0.0, iteration, args.iterations))
+    if critic_optimizer is None:
+        return
+    if args.critic_learning_rate is None:
+        set_learning_rate(critic_optimizer, optimizer.param_groups[0]["lr"])
+    elif args.lr_schedule == "linear":
+        set_learning_rate(critic_optimizer, linear(args.critic_learning_rate, 0.0, iteration, args.iterations))
 
 
 def summarize(
@@ -145,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
             create_env_fn=partial(
                 make_env, args.task, device=args.device, overrides=args.env_overrides, asset_root=asset_root
             ),
-            make_policy=partial(make_actor, model_factory(args)),
+            make_policy=partial(make_worker_policy, model_factory(args)),
             num_envs=args.num_envs,
             rollout_steps=args.rollout_steps,
             num_collectors=args.num_collectors,
@@ -161,6 +211,12 @@ def main(argv: list[str] | None = None) -> None:
             observation_spec=collector.getattr_env("observation_spec"),
             action_spec=collector.getattr_env("action_spec"),
         )
+        if not models.has_separate_critic and (given := critic_flags(args)):
+            with user_errors():
+                raise ValueError(
+                    f"{given[0]}: {args.task} has no `critic` observation group, so actor and value share one "
+                    "backbone; --critic-obs policy gives the critic its own."
+                )
         episodes = EpisodeStatistics(collector.getattr_env("log_names"))
 
         advantage = make_advantage(
@@ -168,40 +224,78 @@ def main(argv: list[str] | None = None) -> None:
             gamma=args.gamma,
             gae_lambda=args.gae_lambda,
             vectorized=args.vectorized_gae,
+            reward_scale=args.reward_scale,
         )
+        value_options = {
+            "value_coeff": args.value_coeff,
+            "value_clip": args.value_clip,
+            "value_normalizer": models.value_normalizer,
+        }
         loss_module = make_loss(
             actor=models.actor,
             value_head=models.value_head,
             clip_epsilon=args.clip_epsilon,
             entropy_coeff=args.entropy_coeff,
-            value_coeff=args.value_coeff,
+            bounds_coeff=args.bounds_coeff,
+            action_bound=args.action_bound,
+            **value_options,
         )
-        optimizer = torch.optim.Adam(loss_module.parameters(), lr=args.learning_rate)
+        optimizer = make_optimizer(loss_module.parameters(), args.learning_rate)
+        critic_loss = critic_optimizer = None
+        if models.has_separate_critic:
+            critic_loss = make_critic_loss(value_operator=models.value_operator, **value_options)
+            critic_optimizer = make_optimizer(critic_loss.parameters(), args.critic_learning_rate or args.learning_rate)
 
         if checkpoint:
             with user_errors():
                 load_model(loss_module, checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
+            if critic_loss is not None:
+                with user_errors():
+                    load_model(critic_loss, checkpoint["critic"])
+                critic_optimizer.load_state_dict(checkpoint["critic_optimizer"])
 
+        cudagraphs = args.cudagraphs and args.device.startswith("cuda")
         update = make_update(
             loss_module=loss_module,
             optimizer=optimizer,
             clip_grad_norm=args.clip_grad_norm,
+            adapt_lr=AdaptiveLR(optimizer, desired_kl=args.desired_kl) if args.lr_schedule == "adaptive" else None,
             compile_mode=args.compile,
-            cudagraphs=args.cudagraphs and args.device.startswith("cuda"),
+            cudagraphs=cudagraphs,
             cudagraph_warmup=args.cudagraph_warmup,
         )
+        if models.has_separate_critic:
+            critic_update = make_update(
+                loss_module=critic_loss,
+                optimizer=critic_optimizer,
+                clip_grad_norm=args.critic_clip_grad_norm or args.clip_grad_norm,
+                compile_mode=args.compile_critic or args.compile,
+                cudagraphs=cudagraphs,
+                cudagraph_warmup=args.cudagraph_warmup,
+            )
 
         run_dir = make_run_dir(args)
         logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=first)
         rollouts = iter(collector)
         for iteration in range(first + 1, args.iterations + 1):
+            apply_schedules(iteration, loss_module, optimizer, critic_optimizer, args)
             with timeit("collect"):
-                collector.update_policy_weights_(models.actor)
+                collector.update_policy_weights_(models.collector_policy)
                 batch = next(rollouts).to(args.device)
             with timeit("learn"):
                 training = advantage(batch)
-                losses = learn(training, update, args)
+                losses = learn(training, update, args.num_epochs, args.num_minibatches, args.target_kl)
+                if models.has_separate_critic:
+                    critic_losses = learn(
+                        training,
+                        critic_update,
+                        args.critic_num_epochs or args.num_epochs,
+                        args.critic_num_minibatches or args.num_minibatches,
+                    )
+                    losses["loss_value"], losses["critic_grad_norm"] = critic_losses.values()
+                if args.freeze_normalizer_after is None or iteration <= args.freeze_normalizer_after:
+                    models.update_normalizers(training["steps"])
             metrics = summarize(
                 iteration,
                 frames,
@@ -210,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
                 losses,
                 episodes.update(batch["episodes"]),
                 collector.policy_version,
-                args.learning_rate,
+                float(optimizer.param_groups[0]["lr"]),
             )
             frames = metrics["frames"]
             logger.log(metrics, step=frames)
@@ -223,6 +317,8 @@ def main(argv: list[str] | None = None) -> None:
                     "policy_version": collector.policy_version,
                     "config": vars(args),
                 }
+                if critic_loss is not None:
+                    state |= {"critic": critic_loss.state_dict(), "critic_optimizer": critic_optimizer.state_dict()}
                 save_checkpoint(checkpoint_path(run_dir, iteration), state)
     finally:
         collector.shutdown()

@@ -4,33 +4,42 @@ from isaaclab_rnn_ppo.utils.advantages import boundary_values, interleave, make_
 from isaaclab_rnn_ppo.utils.assets import resolve_asset_root
 from isaaclab_rnn_ppo.utils.checkpoint import checkpoint_path, load_checkpoint, load_model, save_checkpoint
 from isaaclab_rnn_ppo.utils.collectors import RolloutCollector, bytes_of, make_collector, quiet_libraries
-from isaaclab_rnn_ppo.utils.config import parse_args, user_errors
+from isaaclab_rnn_ppo.utils.config import critic_flags, parse_args, user_errors
 from isaaclab_rnn_ppo.utils.envs import make_env
 from isaaclab_rnn_ppo.utils.logging import EpisodeStatistics, RunLogger
-from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_loss
+from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_critic_loss, make_loss
 from isaaclab_rnn_ppo.utils.models import Models, make_models
+from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
+from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
 from isaaclab_rnn_ppo.utils.update import make_update, minibatches
 
 __all__ = [
     "GRU",
     "LSTM",
+    "AdaptiveLR",
     "EpisodeStatistics",
     "Models",
+    "NormalizedValue",
     "RecurrentPPOLoss",
     "RolloutCollector",
     "RunLogger",
+    "RunningNormalizer",
     "boundary_values",
     "bytes_of",
     "checkpoint_path",
+    "critic_flags",
     "interleave",
+    "linear",
     "load_checkpoint",
     "load_model",
     "make_advantage",
     "make_collector",
+    "make_critic_loss",
     "make_env",
     "make_loss",
     "make_models",
+    "make_optimizer",
     "make_update",
     "minibatches",
     "parse_args",
@@ -39,6 +48,7 @@ __all__ = [
     "resolve_backend",
     "rnn_forward",
     "save_checkpoint",
+    "set_learning_rate",
     "user_errors",
     "with_initial_state",
 ]

@@ -108,6 +108,7 @@ def make_advantage(
     gae_lambda: float = 0.95,
     normalize: bool = True,
     vectorized: bool = True,
+    reward_scale: float = 1.0,
 ) -> Callable[[TensorDictBase], TensorDictBase]:
     """Advantages and value targets of a rollout (GAE: Schulman et al., 2016, arXiv:1506.02438).
 
@@ -117,6 +118,7 @@ def make_advantage(
         gae_lambda: weight of longer returns.
         normalize: standardise the advantages over the whole batch.
         vectorized: TorchRL's convolutional GAE instead of its loop over time.
+        reward_scale: multiplies the rewards that values and advantages see, not the reported returns.
 
     Returns:
         a function of a rollout [N] that returns its training part: ``steps`` [N, T] with
@@ -131,6 +133,7 @@ def make_advantage(
         state_value, next_value, approximated = boundary_values(batch, value_operator)
         steps = batch["steps"]
         signals = steps["next"].copy().set("state_value", next_value)
+        signals["reward"] = signals["reward"] * reward_scale
         estimate = gae(TensorDict({"state_value": state_value, "next": signals}, steps.shape, device=steps.device))
         results = estimate.select("advantage", "value_target", "state_value")
         return TensorDict(

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
 from isaaclab_rnn_ppo.utils.rnn import resolve_backend
+from isaaclab_rnn_ppo.utils.schedules import LR_SCHEDULES
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -97,6 +98,35 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "activation": Flag(str, "activation of the MLPs", choices=tuple(ACTIVATIONS)),
         "action_dist": Flag(str, "action distribution", choices=DISTRIBUTIONS),
         "init_std": _positive(float, "initial standard deviation of the policy, in action units"),
+        "memory_horizon": _at_least(
+            2, float, "longest time constant that the core starts with, in steps (chrono initialisation)"
+        ),
+        "normalize_obs": Flag(bool, "standardise observations by running statistics inside the model"),
+        "normalize_value": Flag(bool, "standardise the value targets by running statistics"),
+        "freeze_normalizer_after": _positive(int, "iterations after which the running statistics stay as they are"),
+        "amp": Flag(
+            str, "autocast of embedding and core; weights and recurrent state stay float32", choices=("none", "bf16")
+        ),
+    },
+    "critic": {
+        "critic_obs": Flag(
+            str,
+            "observation group of a critic with its own core and optimizer; auto: `critic` where the task has it; "
+            "shared: actor and value share one core",
+        ),
+        "critic_hidden_size": _positive(int, "hidden units of the critic's core (null: the actor's)"),
+        "critic_num_layers": _positive(int, "layers of the critic's core (null: the actor's)"),
+        "critic_hidden": _widths("widths of the MLP before the critic's core (null: the actor's)"),
+        "critic_head_hidden": _widths("widths of the MLP behind the critic's core (null: the actor's)"),
+        "critic_learning_rate": _positive(
+            float, "the critic's learning rate; constant or linear (null: the actor's of the iteration)"
+        ),
+        "critic_num_epochs": _positive(int, "the critic's passes over a batch (null: the actor's)"),
+        "critic_num_minibatches": _positive(int, "the critic's minibatches an epoch (null: the actor's)"),
+        "critic_clip_grad_norm": _positive(float, "maximum norm of the critic's gradient (null: the actor's)"),
+        "compile_critic": Flag(
+            str, "mode of torch.compile for the critic's update (null: --compile)", choices=COMPILE_MODES
+        ),
     },
     "advantages": {
         "gamma": _unit("discount a step"),
@@ -105,11 +135,26 @@ FLAGS: dict[str, dict[str, Flag]] = {
     },
     "update": {
         "learning_rate": _positive(float, "Adam's learning rate"),
+        "lr_schedule": Flag(
+            str,
+            "constant; linear to 0 over the run; adaptive: before each step / 1.5 above twice --desired-kl and x 1.5 "
+            "below half of it, within 1e-5 and 1e-2",
+            choices=LR_SCHEDULES,
+        ),
+        "desired_kl": _positive(float, "KL that the adaptive schedule keeps, by Schulman's k3 estimator"),
+        "target_kl": _positive(float, "mean KL of an epoch above which an iteration's remaining epochs are left out"),
         "num_epochs": _positive(int, "passes over a batch"),
         "num_minibatches": _positive(int, "minibatches an epoch; must divide the environments of a batch"),
         "clip_epsilon": _positive(float, "PPO clip range of the probability ratio"),
         "entropy_coeff": _at_least(0, float, "weight of the entropy bonus"),
+        "entropy_coeff_final": _at_least(0, float, "weight that it moves to linearly over the run (null: constant)"),
         "value_coeff": _positive(float, "weight of the value loss"),
+        "value_clip": _positive(
+            float, "clip range of the value, in units of the return, or of its deviation with --normalize-value"
+        ),
+        "bounds_coeff": _at_least(0, float, "weight of the squared excess of the policy's mean over --action-bound"),
+        "action_bound": _positive(float, "bound of that loss, in action units"),
+        "reward_scale": _positive(float, "factor on the rewards that the update sees"),
         "clip_grad_norm": _positive(float, "maximum global norm of the gradient"),
         "compile": Flag(str, "torch.compile the advantages and the update", choices=COMPILE_MODES),
         "cudagraphs": Flag(bool, "replay the update as one CUDA graph"),
@@ -265,6 +310,11 @@ def _resolve_num_envs(args: argparse.Namespace, parser: Parser) -> int:
     return from_token
 
 
+def critic_flags(args: argparse.Namespace) -> list[str]:
+    """The flags that were set and mean something to a separate critic only."""
+    return [_dashed(name) for name in FLAGS["critic"] if name != "critic_obs" and getattr(args, name) is not None]
+
+
 def _check_combinations(args: argparse.Namespace, parser: Parser) -> None:
     if args.num_envs % args.num_collectors:
         parser.error(f"--num-envs {args.num_envs}: must be a multiple of --num-collectors {args.num_collectors}.")
@@ -273,6 +323,24 @@ def _check_combinations(args: argparse.Namespace, parser: Parser) -> None:
         parser.error(
             f"--num-minibatches {args.num_minibatches}: must divide the {batch_envs} environments of a batch "
             f"(--num-envs {args.num_envs})."
+        )
+    if args.critic_num_minibatches is not None and batch_envs % args.critic_num_minibatches:
+        parser.error(
+            f"--critic-num-minibatches {args.critic_num_minibatches}: must divide the {batch_envs} environments of a "
+            f"batch (--num-envs {args.num_envs})."
+        )
+    if args.critic_obs == "shared" and (given := critic_flags(args)):
+        parser.error(f"{given[0]}: with --critic-obs shared the critic has nothing of its own.")
+    if args.rnn == "none" and args.memory_horizon is not None:
+        parser.error(f"--memory-horizon {args.memory_horizon}: --rnn none has no memory to initialise.")
+    if args.rnn == "none" and (args.num_layers > 1 or (args.critic_num_layers or 1) > 1):
+        parser.error("--num-layers, --critic-num-layers: --rnn none has no recurrent layers; see --actor-hidden.")
+    if args.action_dist == "tanh_normal" and args.bounds_coeff > 0:
+        parser.error(f"--bounds-coeff {args.bounds_coeff}: --action-dist tanh_normal is bounded already.")
+    if args.freeze_normalizer_after is not None and not (args.normalize_obs or args.normalize_value):
+        parser.error(
+            f"--freeze-normalizer-after {args.freeze_normalizer_after}: nothing is normalised; add --normalize-obs "
+            "or --normalize-value."
         )
     try:
         args.rnn_backend = resolve_backend(args.rnn_backend, torch.device(args.device))

@@ -23,6 +23,7 @@ def make_update(
     loss_module: nn.Module,
     optimizer: torch.optim.Optimizer,
     clip_grad_norm: float = 1.0,
+    adapt_lr: Callable[[Tensor], None] | None = None,
     compile_mode: str | None = None,
     cudagraphs: bool = False,
     cudagraph_warmup: int = 5,
@@ -33,6 +34,7 @@ def make_update(
         loss_module: of a window [n, T] returns scalars; those named ``loss_*`` add up to the loss.
         optimizer: over ``loss_module.parameters()``.
         clip_grad_norm: the gradient's global norm is scaled down to this.
+        adapt_lr: given the minibatch's ``kl`` before each step; see ``schedules.AdaptiveLR``.
         compile_mode: one of ``COMPILE_MODES``, or None for eager.
         cudagraphs: replay the whole update as one CUDA graph; needs a CUDA device.
         cudagraph_warmup: eager updates before the capture.
@@ -53,6 +55,8 @@ def make_update(
             metrics = loss_module(with_initial_state(minibatch["steps"], minibatch["initial"]))
         sum(value for name, value in metrics.items() if name.startswith("loss_")).backward()
         metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+        if adapt_lr is not None:
+            adapt_lr(metrics["kl"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return {name: value.detach() for name, value in metrics.items()}
