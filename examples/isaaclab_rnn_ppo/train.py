@@ -24,8 +24,10 @@ from isaaclab_rnn_ppo.utils import (
     Models,
     RunLogger,
     bytes_of,
+    check_settings,
     checkpoint_path,
     critic_flags,
+    find_checkpoint,
     linear,
     load_checkpoint,
     load_model,
@@ -53,10 +55,13 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make_run_dir(args: argparse.Namespace) -> Path:
-    """``log_dir/task/timestamp-seed``, holding the resolved settings, which are printed once."""
-    run_dir = Path(args.log_dir) / args.task / f"{datetime.now():%Y%m%d-%H%M%S}-{args.seed}"
-    run_dir.mkdir(parents=True)
+def make_run_dir(args: argparse.Namespace, resumed: Path | None) -> Path:
+    """The resumed run's folder or ``log_dir/task/timestamp-seed``; saves and prints the settings."""
+    if resumed is not None:
+        run_dir = resumed.parent.parent
+    else:
+        run_dir = Path(args.log_dir) / args.task / f"{datetime.now():%Y%m%d-%H%M%S}-{args.seed}"
+    run_dir.mkdir(parents=True, exist_ok=True)
     settings = yaml.safe_dump(vars(args), sort_keys=False)
     (run_dir / "config.yaml").write_text(settings)
     print(f"{settings}run folder: {run_dir}", flush=True)
@@ -179,7 +184,10 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     seed_everything(args.seed)
     with user_errors():
-        checkpoint: dict[str, Any] | None = load_checkpoint(args.resume) if args.resume else None
+        resumed = find_checkpoint(args.resume) if args.resume else None
+        checkpoint: dict[str, Any] | None = load_checkpoint(resumed) if resumed else None
+        if checkpoint:
+            check_settings(checkpoint, vars(args))
         asset_root, asset_line = resolve_asset_root(args.asset_root, task=args.task)
         print(asset_line, flush=True)
     first = checkpoint["iteration"] if checkpoint else 0
@@ -275,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
                 cudagraph_warmup=args.cudagraph_warmup,
             )
 
-        run_dir = make_run_dir(args)
+        run_dir = make_run_dir(args, resumed)
         logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=first)
         rollouts = iter(collector)
         for iteration in range(first + 1, args.iterations + 1):

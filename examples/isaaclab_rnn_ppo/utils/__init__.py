@@ -2,7 +2,14 @@
 
 from isaaclab_rnn_ppo.utils.advantages import boundary_values, interleave, make_advantage, with_initial_state
 from isaaclab_rnn_ppo.utils.assets import resolve_asset_root
-from isaaclab_rnn_ppo.utils.checkpoint import checkpoint_path, load_checkpoint, load_model, save_checkpoint
+from isaaclab_rnn_ppo.utils.checkpoint import (
+    check_settings,
+    checkpoint_path,
+    find_checkpoint,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+)
 from isaaclab_rnn_ppo.utils.collectors import RolloutCollector, bytes_of, make_collector, quiet_libraries
 from isaaclab_rnn_ppo.utils.config import critic_flags, parse_args, user_errors
 from isaaclab_rnn_ppo.utils.envs import make_env
@@ -27,8 +34,10 @@ __all__ = [
     "RunningNormalizer",
     "boundary_values",
     "bytes_of",
+    "check_settings",
     "checkpoint_path",
     "critic_flags",
+    "find_checkpoint",
     "interleave",
     "linear",
     "load_checkpoint",

@@ -10,6 +10,17 @@ import torch
 from torch import nn
 
 CHECKPOINT_DIR = "checkpoints"
+# What decides the shapes and the meaning of the parameters.
+MODEL_SETTINGS = (
+    "task",
+    "rnn",
+    "hidden_size",
+    "num_layers",
+    "actor_hidden",
+    "head_hidden",
+    "activation",
+    "action_dist",
+)
 
 
 def checkpoint_path(run_dir: Path, iteration: int) -> Path:
@@ -27,18 +38,27 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint file, or the newest one of a run folder.
+def find_checkpoint(path: str | Path) -> Path:
+    """The file itself, or the newest checkpoint of a run folder.
 
     Raises:
-        ValueError: no checkpoint there, or not a file that this suite wrote.
+        ValueError: nothing there.
     """
     path = Path(path)
-    if path.is_dir():
-        found = sorted((path / CHECKPOINT_DIR).glob("*.pt")) or sorted(path.glob("*.pt"))
-        if not found:
-            raise ValueError(f"--resume {path}: no checkpoint in this folder.")
-        path = found[-1]
+    if path.is_file():
+        return path
+    found = sorted((path / CHECKPOINT_DIR).glob("*.pt"))
+    if not found:
+        raise ValueError(f"--resume {path}: neither a checkpoint file nor a run folder with one.")
+    return found[-1]
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint file; never runs code from it.
+
+    Raises:
+        ValueError: not a whole file that this suite wrote.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the damage makes it trip over
@@ -46,6 +66,18 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "model" not in state:
         raise ValueError(f"--resume {path}: not a checkpoint of this suite.")
     return state
+
+
+def check_settings(checkpoint: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse to continue a run with another model or task.
+
+    Raises:
+        ValueError: names the flag and both values.
+    """
+    for name in MODEL_SETTINGS:
+        before, now = checkpoint["config"][name], settings[name]
+        if before != now:
+            raise ValueError(f"--{name.replace('_', '-')} {now}: the checkpoint to resume was trained with {before}.")
 
 
 def load_model(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
