@@ -38,8 +38,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The file itself, or the newest checkpoint of a run folder.
+def find_checkpoint(path: str | Path, *, flag: str = "--resume") -> Path:
+    """The file itself, or the newest checkpoint of a run folder. ``flag`` is named in messages, here and below.
 
     Raises:
         ValueError: nothing there.
@@ -49,11 +49,11 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     found = sorted((path / CHECKPOINT_DIR).glob("*.pt"))
     if not found:
-        raise ValueError(f"--resume {path}: neither a checkpoint file nor a run folder with one.")
+        raise ValueError(f"{flag} {path}: neither a checkpoint file nor a run folder with one.")
     return found[-1]
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, *, flag: str = "--resume") -> dict[str, Any]:
     """Read a checkpoint file; never runs code from it.
 
     Raises:
@@ -62,9 +62,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the damage makes it trip over
-        raise ValueError(f"--resume {path}: not a readable checkpoint ({type(error).__name__}).") from None
+        raise ValueError(f"{flag} {path}: not a readable checkpoint ({type(error).__name__}).") from None
     if not isinstance(state, dict) or "model" not in state:
-        raise ValueError(f"--resume {path}: not a checkpoint of this suite.")
+        raise ValueError(f"{flag} {path}: not a checkpoint of this suite.")
     return state
 
 
@@ -80,7 +80,7 @@ def check_settings(checkpoint: dict[str, Any], settings: dict[str, Any]) -> None
             raise ValueError(f"--{name.replace('_', '-')} {now}: the checkpoint to resume was trained with {before}.")
 
 
-def load_model(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+def load_model(module: nn.Module, state: dict[str, torch.Tensor], *, flag: str = "--resume") -> None:
     """Load parameters, or say which differ.
 
     Raises:
@@ -99,5 +99,5 @@ def load_model(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
         *(f"{n} is not known" for n in sorted(unknown)),
     ]
     if problems:
-        raise ValueError(f"--resume: the checkpoint is of another model: {'; '.join(problems[:3])}.")
+        raise ValueError(f"{flag}: the checkpoint is of another model: {'; '.join(problems[:3])}.")
     module.load_state_dict(state)
