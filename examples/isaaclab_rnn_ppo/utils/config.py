@@ -387,7 +387,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(prog: str = "train.py") -> Iterator[None]:
     """Turn a ``ValueError`` about the user's input into one line on stderr and exit code 2.
 
     For the set-up of a run only: behind it a ``ValueError`` is a bug and keeps its traceback.
@@ -396,5 +396,5 @@ def user_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         # TorchRL appends the worker's traceback to what the environment raised there.
-        print(f"train.py: error: {str(error).split('\n\nWorker traceback:')[0]}", file=sys.stderr)
+        print(f"{prog}: error: {str(error).split('\n\nWorker traceback:')[0]}", file=sys.stderr)
         raise SystemExit(2) from None
