@@ -31,6 +31,7 @@ from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 from torchrl.envs.transforms import InitTracker, RewardSum, Transform, TransformedEnv
 
 from .assets import ASSET_ROOT_ENV
+from .task_info import describe_task
 
 VERBOSE_ENV = "ISAACLAB_RNN_PPO_VERBOSE"
 """Set to 1, the simulator's own output is shown instead of kept for the error message."""
@@ -51,6 +52,7 @@ def make_env(
     seed: int = 0,
     overrides: Sequence[str] = (),
     asset_root: str | None = None,
+    configure: Callable[[Any], None] | None = None,
 ) -> EnvBase:
     """Launch Isaac Lab in this process, headless, and wrap `task` for a recurrent PPO.
 
@@ -67,7 +69,7 @@ def make_env(
     top: they belong into the model.
 
     Attributes, also through ``collector.getattr_env``: ``has_final_obs``, ``log_names``, ``step_dt``,
-    ``max_episode_length`` (:class:`IsaacEnv`).
+    ``max_episode_length``, ``task_info`` (:class:`IsaacEnv`).
 
     Args:
         task: id of a registered task, direct or manager-based; ``package:id`` imports the package first.
@@ -77,6 +79,7 @@ def make_env(
         overrides: ``env.KEY=VALUE`` tokens, and ``physics=``, ``renderer=``, ``presets=``, as Isaac Lab reads them.
         asset_root: folder or URL from :func:`~isaaclab_rnn_ppo.utils.assets.resolve_asset_root`, or None to
             leave the choice to Isaac Lab. It must be set before the first import of Isaac Lab.
+        configure: called with the task's configuration before the launch, to add a sensor for example.
 
     Raises:
         ValueError: the user's input is wrong; before the simulator is launched (:func:`resolve_task`).
@@ -88,6 +91,8 @@ def make_env(
         os.environ[ASSET_ROOT_ENV] = asset_root
     with _captured_output() as output:
         cfg = resolve_task(task, num_envs=num_envs, device=device, seed=seed, overrides=overrides)
+        if configure is not None:
+            configure(cfg)
         try:
             return _launch(task, cfg)
         except Exception as error:
@@ -219,6 +224,12 @@ class IsaacEnv(IsaacLabWrapper):
     def max_episode_length(self) -> int:
         """Time limit of an episode in steps."""
         return int(self._env.unwrapped.max_episode_length)
+
+    @property
+    def task_info(self) -> dict[str, Any]:
+        """What a policy must know of the task where there is no simulator: :func:`describe_task`."""
+        sizes = {group: self.observation_spec[group].shape[-1] for group in self._groups}
+        return describe_task(self._env.unwrapped, sizes)
 
     def read_obs(self, observations: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The groups that are used, float32 and flat: a group of terms is concatenated in the task's order."""
