@@ -226,6 +226,7 @@ def main(argv: list[str] | None = None) -> None:
                     "backbone; --critic-obs policy gives the critic its own."
                 )
         episodes = EpisodeStatistics(collector.getattr_env("log_names"))
+        task_info = collector.getattr_env("task_info")
 
         advantage = make_advantage(
             value_operator=models.value_operator,
@@ -324,6 +325,7 @@ def main(argv: list[str] | None = None) -> None:
                     "frames": frames,
                     "policy_version": collector.policy_version,
                     "config": vars(args),
+                    "task_info": task_info,
                 }
                 if critic_loss is not None:
                     state |= {"critic": critic_loss.state_dict(), "critic_optimizer": critic_optimizer.state_dict()}
