@@ -153,7 +153,9 @@ def _cartpole() -> bytes:
     content = _newton_asset("cartpole_single_pendulum.usda")
     content = content.replace(b'defaultPrim = "cartPole"', b'defaultPrim = "cartpole"', 1)
     if b'defaultPrim = "cartpole"' not in content or b'def Xform "cartpole"' not in content:
-        raise RuntimeError("the cartpole of the installed `newton` package is not the one that the bundled root expects")
+        raise RuntimeError(
+            "the cartpole of the installed `newton` package is not the one that the bundled root expects"
+        )
     return content
 
 
@@ -161,9 +163,9 @@ def _existing(root: str, *, source: str) -> str:
     if "://" in root:
         return root.rstrip("/")
     path = Path(root).expanduser()
-    if not path.is_dir():
+    if not (path / "Isaac").is_dir():
         raise ValueError(
-            f"{source}: {root!r} is not a folder; valid are auto, official, bundled, a URL, "
+            f"{source}: {root!r} is not an asset root; valid are auto, official, bundled, a URL, "
             "or an existing folder with `Isaac/` in it (a mirror of the asset server)"
         )
     return str(path.resolve())

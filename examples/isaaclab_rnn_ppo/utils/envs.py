@@ -88,6 +88,9 @@ def make_env(
     # TorchRL sets this logger to DEBUG on import: hundreds of lines a compilation.
     logging.getLogger("torch._higher_order_ops.partitioner").setLevel(logging.WARNING)
     if asset_root is not None:
+        loaded = sys.modules.get("isaaclab.utils.assets")
+        if loaded is not None and asset_root != loaded.NUCLEUS_ASSET_ROOT_DIR:
+            raise RuntimeError(f"Isaac Lab was imported before make_env, with {loaded.NUCLEUS_ASSET_ROOT_DIR}")
         os.environ[ASSET_ROOT_ENV] = asset_root
     with _captured_output() as output:
         cfg = resolve_task(task, num_envs=num_envs, device=device, seed=seed, overrides=overrides)
@@ -170,7 +173,7 @@ def _launch(task: str, cfg: Any) -> TransformedEnv:
         stack.enter_context(launch_simulation(cfg, dict(_HEADLESS)))
         raw = stack.enter_context(contextlib.closing(gymnasium.make(task, cfg=cfg)))
         # TorchRL returns the wrapper inside a TransformedEnv that knows of the native auto-reset.
-        env = IsaacEnv(raw, device=torch.device(cfg.sim.device), native_autoreset=True)
+        env = IsaacEnv(raw, device=torch.device(raw.unwrapped.device), native_autoreset=True)
         env.reset()
         wrapper = env.base_env
         wrapper.log_names = list(wrapper.read_log())
@@ -204,7 +207,9 @@ class IsaacEnv(IsaacLabWrapper):
         # Direct tasks declare only the policy's space, under no name, and TorchRL then fails on a critic group.
         spaces = {g: s for g, s in unwrapped.single_observation_space.items() if g in OBSERVATION_GROUPS}
         if "policy" not in spaces:
-            raise ValueError(f"the task has no observation group `policy`, only {list(unwrapped.single_observation_space)}")
+            raise ValueError(
+                f"the task has no observation group `policy`, only {list(unwrapped.single_observation_space)}"
+            )
         flat = {g: gymnasium.spaces.Box(-float("inf"), float("inf"), (_width(g, s),)) for g, s in spaces.items()}
         unwrapped.observation_space = gymnasium.vector.utils.batch_space(
             gymnasium.spaces.Dict(flat), unwrapped.num_envs
@@ -360,7 +365,12 @@ def _check_task(task: str) -> None:
 
     module, _, name = task.rpartition(":")
     if module:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module.partition(".")[0]:
+                raise
+            raise ValueError(f"--task {task}: there is no package {module!r}") from error
     names = [spec.id for spec in gymnasium.registry.values() if "env_cfg_entry_point" in (spec.kwargs or {})]
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
@@ -414,18 +424,21 @@ def _fits(value: Any, default: Any, annotation: str) -> bool:
         return True
     if value is None:  # null removes a term of a manager
         return "None" in annotation or not isinstance(default, bool | int | float | str)
-    kind, wanted = _kind(value), _kind(default)
-    if wanted == "a number" and kind == "a number":
-        whole = isinstance(default, int) and not re.search(r"\bfloat\b", annotation)
-        return not whole or float(value).is_integer()
-    names = {"a number": type(value).__name__, "a string": "str", "a truth value": "bool", "a list": type(value).__name__}
-    return kind == wanted or bool(re.search(rf"\b{names.get(kind, 'dict')}\b", annotation))
+    kinds = _kind(value), _kind(default)
+    if kinds[0] == kinds[1] or kinds == ("a whole number", "a number"):
+        return True
+    if kinds == ("a number", "a whole number") and not annotation:  # an entry of a dict
+        return True
+    names = "list|tuple|Sequence" if isinstance(value, list | tuple) else type(value).__name__
+    return bool(re.search(rf"\b({names})\b", annotation))
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "a truth value"
-    if isinstance(value, int | float):
+    if isinstance(value, int):
+        return "a whole number"
+    if isinstance(value, float):
         return "a number"
     if isinstance(value, str):
         return "a string"
@@ -474,7 +487,7 @@ def _captured_output() -> Iterator[Callable[[], str]]:
             yield lambda: "\n".join(lines()[-40:])
             failed = False
         finally:
-            errors = [] if failed else [line for line in lines() if re.search(r"\berror\b|could not", line, re.I)]
+            errors = [] if failed else [line for line in lines() if re.search(r"\berror\b|could not open", line, re.I)]
             os.dup2(saved[0], 1), os.dup2(saved[1], 2)
             os.close(saved[0]), os.close(saved[1])
             if errors:
