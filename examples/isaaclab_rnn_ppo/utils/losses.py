@@ -83,12 +83,14 @@ class RecurrentPPOLoss(ClipPPOLoss):
         super().__init__(
             actor,
             value_head,
-            critic_coeff=value_coeff if value_head is not None else None,
             normalize_advantage=False,
             functional=False,
             log_explained_variance=False,
             **kwargs,
         )
+        # Settings come from the command line, also of a resumed run: a checkpoint holds what was learned.
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            self.register_buffer(name, buffer, persistent=False)
         self.value_coeff, self.value_clip = value_coeff, value_clip
         self.bounds_coeff, self.action_bound = bounds_coeff, action_bound
         self._value_normalizer = [value_normalizer]  # in a list: it is registered inside the value head

@@ -110,7 +110,10 @@ class InertDuringCueCfg(mdp.JointEffortActionCfg):
 
 
 class CuedSide(ManagerTermBase):
-    """Reward for standing at the cued side, ``1 - tanh(|x - target| / scale)`` once the cue is gone.
+    """Reward for standing at the cued side once the cue is gone: 1 there, 0 at the other side, linear in x.
+
+    Without the cue every place between the sides is then worth the same, so that a policy does not
+    settle at one of them before it has found its memory.
 
     At an episode's end it reports ``recall_rate``: the share of the episode's last second that the
     cart spent within 0.3 m of the target. What an episode lacks of a second counts as missed.
@@ -124,16 +127,14 @@ class CuedSide(ManagerTermBase):
         self._env.extras["log"]["recall_rate"] = self._near[env_ids].mean()
         self._near[env_ids] = 0.0
 
-    def __call__(
-        self, env: ManagerBasedRLEnv, asset_cfg: SceneEntityCfg, distance_m: float, scale_m: float
-    ) -> torch.Tensor:
+    def __call__(self, env: ManagerBasedRLEnv, asset_cfg: SceneEntityCfg, distance_m: float) -> torch.Tensor:
         cue = env.command_manager.get_term("cue")
         x = env.scene[asset_cfg.name].data.joint_pos.torch[:, asset_cfg.joint_ids].squeeze(1)
         error = (x - distance_m * cue.side).abs()
         slot = ((env.episode_length_buf - 1) % self._near.shape[1]).unsqueeze(1)
         self._near.scatter_(1, slot, (error < RECALL_TOLERANCE_M).float().unsqueeze(1))
         gone = env.episode_length_buf > cue.cfg.cue_steps
-        return torch.where(gone, 1.0 - torch.tanh(error / scale_m), 0.0)
+        return torch.where(gone, 1.0 - error / (2 * distance_m), 0.0)
 
 
 @configclass
@@ -163,7 +164,6 @@ class RecallRewardsCfg(cartpole.RewardsCfg):
         params={
             "asset_cfg": SceneEntityCfg("robot", joint_names=["slider_to_cart"]),
             "distance_m": 1.0,
-            "scale_m": 0.5,
         },
     )
 
