@@ -78,13 +78,15 @@ def boundary_values(batch: TensorDictBase, value_operator: TensorDictModuleBase)
     layout = interleave(final["time"], final["valid"], num_steps)
 
     sequence = TensorDict(batch_size=layout.source.shape, device=steps.device)
+    states, observations = set(batch["initial"].keys(True, True)), set(final.keys(True, True))
     for key in value_operator.in_keys:
-        if key in final.keys():
-            both = torch.cat([steps[key], final[key]], 1)
-        elif key == "is_init":  # a slot continues the trajectory of its step
-            both = torch.nn.functional.pad(steps[key], (0, 0, 0, num_slots))
-        else:
-            continue  # recurrent state
+        if key in states:
+            continue
+        if key in observations:
+            slots = final[key]
+        else:  # `is_init`, False at a slot: it continues the trajectory of its step
+            slots = steps[key].new_zeros(len(batch), num_slots, *steps[key].shape[2:])
+        both = torch.cat([steps[key], slots], 1)
         index = layout.source.view(*layout.source.shape, *[1] * (both.ndim - 2))
         sequence[key] = both.gather(1, index.expand(-1, -1, *both.shape[2:]))
     with torch.no_grad(), set_recurrent_mode(True):
@@ -95,7 +97,8 @@ def boundary_values(batch: TensorDictBase, value_operator: TensorDictModuleBase)
     next_value = values.gather(1, following.unsqueeze(-1))
 
     done, terminated = steps["next", "done"].squeeze(-1), steps["next", "terminated"].squeeze(-1)
-    cut = done.index_fill(1, torch.tensor([num_steps - 1], device=done.device), True)
+    cut = done.clone()
+    cut[:, -1] = True
     approximated = cut & ~terminated & ~layout.has_slot
     next_value = torch.where(approximated.unsqueeze(-1), state_value, next_value)
     return state_value, next_value, approximated
@@ -107,7 +110,7 @@ def make_advantage(
     gamma: float = 0.99,
     gae_lambda: float = 0.95,
     normalize: bool = True,
-    vectorized: bool = True,
+    vectorized: bool = False,
     reward_scale: float = 1.0,
 ) -> Callable[[TensorDictBase], TensorDictBase]:
     """Advantages and value targets of a rollout (GAE: Schulman et al., 2016, arXiv:1506.02438).
@@ -117,25 +120,34 @@ def make_advantage(
         gamma: discount a step.
         gae_lambda: weight of longer returns.
         normalize: standardise the advantages over the whole batch.
-        vectorized: TorchRL's convolutional GAE instead of its loop over time.
+        vectorized: TorchRL's convolutional GAE instead of its loop over time. Its shapes depend on the
+            episodes' lengths, so it waits for the device.
         reward_scale: multiplies the rewards that values and advantages see, not the reported returns.
 
     Returns:
         a function of a rollout [N] that returns its training part: ``steps`` [N, T] with
         ``advantage``, ``value_target`` and ``state_value`` [N, T, 1]; ``initial``; and
         ``bootstrap_approximated`` [N], the number of bootstraps without a final observation.
-    """
-    gae = GAE(
-        gamma=gamma, lmbda=gae_lambda, value_network=None, average_gae=normalize, vectorized=vectorized, time_dim=1
-    )
 
-    def advantage(batch: TensorDictBase) -> TensorDictBase:
+    Raises:
+        ValueError: ``vectorized`` with a gamma or lambda of 0, where TorchRL 0.14.1 fails.
+    """
+    if vectorized and gamma * gae_lambda == 0:
+        raise ValueError(f"--vectorized-gae needs --gamma {gamma} and --gae-lambda {gae_lambda} above 0.")
+    gae = GAE(gamma=gamma, lmbda=gae_lambda, value_network=None, vectorized=vectorized, time_dim=1)
+    gae.set_keys()  # else set at the first call, and torch.compile compiles again at the second
+
+    def estimate(batch: TensorDictBase) -> TensorDictBase:
         state_value, next_value, approximated = boundary_values(batch, value_operator)
         steps = batch["steps"]
         signals = steps["next"].copy().set("state_value", next_value)
         signals["reward"] = signals["reward"] * reward_scale
-        estimate = gae(TensorDict({"state_value": state_value, "next": signals}, steps.shape, device=steps.device))
-        results = estimate.select("advantage", "value_target", "state_value")
+        results = gae(TensorDict({"state_value": state_value, "next": signals}, steps.shape, device=steps.device))
+        results = results.select("advantage", "value_target", "state_value")
+        if normalize:
+            advantage = results["advantage"]
+            scale = advantage.std(correction=0).clamp(min=1e-4)
+            results["advantage"] = (advantage - advantage.mean()) / scale
         return TensorDict(
             {
                 "steps": steps.copy().update(results),
@@ -146,4 +158,4 @@ def make_advantage(
             device=batch.device,
         )
 
-    return advantage
+    return estimate

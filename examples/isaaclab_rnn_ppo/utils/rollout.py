@@ -1,0 +1,262 @@
+"""The worker's side of a rollout: steps the envs and fills one compact batch.
+
+Shapes: N envs, T steps, B boundary slots, L layers, H hidden, K log entries.
+
+A batch is a tensordict ``[N]`` with parts, because ``[N, T]`` cannot hold entries of another shape:
+
+==================  =========  ==================================================================
+part                shape      entries
+==================  =========  ==================================================================
+``steps``           [N, T]     observation groups, ``action``, ``action_log_prob``, ``is_init``,
+                               ``policy_version``, ``("next", "reward" | "done" | "terminated")``
+``initial``         [N]        recurrent state [L, H] at the window start
+``final``           [N, B]     true next observation at each boundary that needs a bootstrap;
+                               ``time`` (step index), ``valid``. Slots 0..B-2 hold truncations
+                               inside the window, slot B-1 the window end
+``episodes``        [N]        sums over the episodes that ended in the window: ``return``,
+                               ``length``, ``count``, ``log`` [K]
+``worker``          [N]        index of the worker that stepped the env
+==================  =========  ==================================================================
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import set_exploration_type
+
+# Root entries of an env that are not observations.
+_NOT_OBSERVATIONS = {"is_init", "episode_reward"}
+
+# TorchRL calls the policy factory without the env whose specs the policy needs.
+_worker_env: contextvars.ContextVar[EnvBase] = contextvars.ContextVar("worker_env")
+
+
+def policy_from_worker_env(make_policy: Callable[..., nn.Module]) -> nn.Module:
+    """``make_policy(observation_spec=..., action_spec=...)`` of the env that this worker just built."""
+    env = _worker_env.get()
+    return make_policy(observation_spec=env.observation_spec, action_spec=env.action_spec)
+
+
+def bytes_of(tensordict: TensorDictBase) -> int:
+    """Bytes of the tensors in ``tensordict``."""
+    return sum(value.numel() * value.element_size() for value in tensordict.values(True, True))
+
+
+class RolloutCollector(Collector):
+    """Collects the batch that the module docstring describes. Runs in a worker.
+
+    Two private hooks of TorchRL 0.14.1's ``Collector`` are overridden: ``_init_policy`` (to give the
+    factory the env's specs) and ``_maybe_make_final_rollout`` (allocates the batch instead of T copies
+    of a step); ``_carrier`` and ``_final_rollout`` are read and written. ``rollout`` and
+    ``update_policy_weights_`` are public. ``tests/test_collectors.py`` pins what they replace.
+
+    Across steps the worker holds the batch and the carrier, which is what the next step starts from:
+    observation, flags and recurrent state of one step.
+
+    Args:
+        create_env_fn: makes a vectorised env of batch size [N] whose ``("next", group)`` is the true
+            next observation, also where the episode ended (not finite where it is not known).
+        boundary_slots: B, at least 1.
+        num_envs: over all workers of this machine, for the memory check.
+        batch_envs: envs in one of the learner's batches, likewise.
+        first_version: version of the weights that the next push replaces.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[[], EnvBase],
+        *,
+        boundary_slots: int = 2,
+        num_envs: int = 0,
+        batch_envs: int = 0,
+        first_version: int = 0,
+        **kwargs,
+    ):
+        self.boundary_slots = boundary_slots
+        self._memory_envs = {"num_envs": num_envs, "batch_envs": batch_envs}
+        self._version = self._pending_version = first_version
+        self._pending_weights: TensorDictBase | None = None
+        self._weights_lock = threading.Lock()
+        kwargs.update(use_buffers=True, trust_policy=True, auto_register_policy_transforms=True, track_traj_ids=False)
+        super().__init__(create_env_fn, **kwargs)
+
+    def _init_policy(self, policy, policy_factory, env, trust_policy):
+        token = _worker_env.set(env)
+        try:
+            return super()._init_policy(policy, policy_factory, env, trust_policy)
+        finally:
+            _worker_env.reset(token)
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        spec, n, t, b = self.env.observation_spec, self.n_env, self.frames_per_batch, self.boundary_slots
+        self._state_keys = [key[1:] for key in self.policy.out_keys if isinstance(key, tuple) and key[0] == "next"]
+        states = {key[0] for key in self._state_keys}
+        self._groups = [key for key, _ in spec.items() if key not in _NOT_OBSERVATIONS | states]
+        # What an env step needs: the rest of the policy's outputs (features, parameters) ends with the step.
+        self._to_env = ["action", *(("next", *key) for key in self._state_keys), *self._carrier.keys(True, True)]
+        rewards = dict(self.env.full_reward_spec.items())
+        self._num_log = rewards["log"].shape[-1] if "log" in rewards else 0
+
+        observations = {key: spec[key].zero() for key in self._groups}
+        flag = torch.zeros(n, 1, dtype=torch.bool)
+        step = TensorDict(
+            observations
+            | {
+                "action": self.env.action_spec.zero(),
+                "action_log_prob": torch.zeros(n),
+                "is_init": flag,
+                "policy_version": torch.zeros(n, dtype=torch.int32),
+                "next": {"reward": torch.zeros(n, 1), "done": flag, "terminated": flag},
+            },
+            [n],
+        )
+        final = TensorDict(observations | {"time": torch.zeros(n, dtype=torch.int32), "valid": flag[:, 0]}, [n])
+        worker = self.worker_idx or 0
+        batch = TensorDict(
+            {
+                "steps": step.unsqueeze(1).expand(n, t),
+                "initial": TensorDict({key: spec[key].zero() for key in self._state_keys}, [n]),
+                "final": final.unsqueeze(1).expand(n, b),
+                "episodes": {
+                    "return": torch.zeros(n),
+                    "length": torch.zeros(n),
+                    "count": torch.zeros(n),
+                    "log": torch.zeros(n, self._num_log),
+                },
+                "worker": torch.full((n,), worker, dtype=torch.int32),
+                # MultiSyncCollector reads this entry; it names the env, not the trajectory.
+                ("collector", "traj_ids"): torch.arange(n) + worker * n,
+            },
+            [n],
+        )
+        require_memory(bytes_of(batch) / n, device=self.env.device, **self._memory_envs)
+        self._final_rollout = batch.to(self.storing_device).clone()
+        self._length = torch.zeros(n, device=self.storing_device)
+        self._num_finals = torch.zeros(n, dtype=torch.long, device=self.storing_device)
+
+    def update_policy_weights_(self, policy_or_weights: TensorDictBase, **kwargs) -> None:
+        """Take the weights for the next rollout. Called from TorchRL's receiver thread."""
+        with self._weights_lock:
+            # A copy: what comes through the queue can be the learner's own, shared memory.
+            self._pending_weights = policy_or_weights.data.clone()
+            self._pending_version += 1
+
+    def _apply_pending_weights(self) -> None:
+        with self._weights_lock:
+            weights, self._pending_weights = self._pending_weights, None
+            self._version = self._pending_version
+        if weights is not None:
+            TensorDict.from_module(self.policy).data.update_(weights)
+
+    @torch.no_grad()
+    def rollout(self) -> TensorDictBase:
+        """Step every env T times with one version of the weights and return the batch [N]."""
+        self._apply_pending_weights()
+        batch = self._final_rollout
+        batch["steps", "policy_version"].fill_(self._version)
+        batch["final"].zero_()
+        batch["episodes"].zero_()
+        self._num_finals.zero_()
+        for key in self._state_keys:
+            batch["initial"][key].copy_(self._carrier[key])
+        with set_exploration_type(self.exploration_type):
+            for t in range(self.frames_per_batch):
+                self._collect_step(t)  # a method, so that nothing of a step outlives it
+        return batch
+
+    def _collect_step(self, t: int) -> None:
+        steps = self._final_rollout["steps"]
+        chosen = self.policy(self._carrier)
+        for key in (*self._groups, "is_init", "action", "action_log_prob"):
+            steps.get(key)[:, t].copy_(chosen.get(key))
+        stepped, self._carrier = self.env.step_and_maybe_reset(chosen.select(*self._to_env))
+        following, stored = stepped.get("next"), steps.get("next")
+        for key in ("reward", "done", "terminated"):
+            stored.get(key)[:, t].copy_(following.get(key))
+        # From here on with the flags in host memory, and only the rows that ended: most steps have none.
+        done, terminated = stored.get("done")[:, t, 0], stored.get("terminated")[:, t, 0]
+        self._store_finals(t, following, done, terminated)
+        self._count_episodes(following, done.nonzero().squeeze(1))
+
+    def _store_finals(self, t: int, following: TensorDictBase, done: Tensor, terminated: Tensor) -> None:
+        """Keep the true next observation where step ``t`` is cut and not terminated."""
+        final, end_slot = self._final_rollout["final"], self.boundary_slots - 1
+        if t == self.frames_per_batch - 1:
+            envs = (~terminated).nonzero().squeeze(1)
+            slots = torch.full_like(envs, end_slot)
+        else:
+            envs = (done & ~terminated & (self._num_finals < end_slot)).nonzero().squeeze(1)
+            slots = self._num_finals[envs]
+        if not len(envs):
+            return
+        observations = {key: following.get(key)[envs.to(following.device)].to(envs.device) for key in self._groups}
+        known = torch.stack([o.flatten(1).isfinite().all(1) for o in observations.values()]).all(0)
+        envs, slots = envs[known], slots[known]
+        for key, observation in observations.items():
+            final.get(key)[envs, slots] = observation[known]
+        final.get("time")[envs, slots] = t
+        final.get("valid")[envs, slots] = True
+        self._num_finals[envs] += 1
+
+    def _count_episodes(self, following: TensorDictBase, ended: Tensor) -> None:
+        self._length += 1
+        if not len(ended):
+            return
+        sums, rows = self._final_rollout["episodes"], ended.to(following.device)
+        sums.get("count")[ended] += 1
+        sums.get("length")[ended] += self._length[ended]
+        sums.get("return")[ended] += following.get("episode_reward")[rows, 0].to(ended.device)
+        if self._num_log:
+            sums.get("log")[ended] += following.get("log")[rows].to(ended.device)
+        self._length[ended] = 0
+
+
+def require_memory(
+    bytes_per_env: float,
+    *,
+    num_envs: int,
+    batch_envs: int,
+    device: torch.device | str = "cpu",
+    shm: str = "/dev/shm",
+) -> None:
+    """Raise before a batch is allocated that shared, host or device memory cannot hold.
+
+    A batch too large for ``/dev/shm`` otherwise ends in a bare bus error in the middle of the run.
+
+    Args:
+        bytes_per_env: of a batch.
+        num_envs: over all workers; their batches lie in shared memory together.
+        batch_envs: envs in one of the learner's batches, which it holds once more.
+        device: the learner's, where its batch goes.
+        shm: mount point of the shared memory.
+
+    Raises:
+        ValueError: with both sizes and the flag to turn.
+    """
+    with open("/proc/meminfo") as lines:
+        meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    space = os.statvfs(shm)
+    shared, batch = bytes_per_env * num_envs, bytes_per_env * batch_envs
+    checks = [
+        (f"shared memory ({shm})", shared, space.f_bavail * space.f_frsize),
+        ("host memory", shared + batch, meminfo["MemAvailable"]),
+    ]
+    device = torch.device(device)
+    if device.type == "cuda":
+        checks.append((f"device memory ({device})", batch, torch.cuda.mem_get_info(device)[0]))
+    for name, needed, available in checks:
+        if needed > available:
+            larger = ", or enlarge it (docker run --shm-size, --ipc=host)" if "shared" in name else ""
+            raise ValueError(
+                f"the rollouts need {needed / 2**20:,.1f} MiB of {name}, which has {available / 2**20:,.1f} MiB left: "
+                f"lower --num-envs or --rollout-steps{larger}."
+            )
