@@ -250,8 +250,8 @@ def test_bf16_keeps_weights_state_and_features_in_float32():
     [
         (["--critic-obs", "shared", "--critic-hidden-size", "8"], "with --critic-obs shared the critic has nothing"),
         (["--critic-num-minibatches", "3", "--num-envs", "8"], "must divide the 8 environments"),
-        (["--rnn", "none", "--memory-horizon", "20"], "--rnn none has no memory to initialise"),
-        (["--rnn", "none", "--num-layers", "2"], "--rnn none has no recurrent layers"),
+        (["--rnn", "none", "--memory-horizon", "20"], "--memory-horizon 20.0: --rnn none has no recurrent core"),
+        (["--rnn", "none", "--num-layers", "2"], "--num-layers 2: --rnn none has no recurrent core"),
         (["--action-dist", "tanh_normal", "--bounds-coeff", "0.1"], "tanh_normal is bounded already"),
         (["--freeze-normalizer-after", "5", "--no-normalize-obs", "--no-normalize-value"], "nothing is normalised"),
         (["--amp", "fp16"], "fp16"),
@@ -282,3 +282,7 @@ def test_entropy_and_size_of_the_first_actions():
         2 * (0.5 + 0.5 * math.log(2 * math.pi) + math.log(0.5)), rel=1e-5
     )
     assert step["loc"].abs().max() < 0.05
+
+
+def test_a_preset_may_describe_the_core_that_rnn_none_leaves_out():
+    assert parse_args(["--task", "Isaac-Cartpole-Recall", "--rnn", "none"]).memory_horizon is not None

@@ -315,7 +315,7 @@ def critic_flags(args: argparse.Namespace) -> list[str]:
     return [_dashed(name) for name in FLAGS["critic"] if name != "critic_obs" and getattr(args, name) is not None]
 
 
-def _check_combinations(args: argparse.Namespace, parser: Parser) -> None:
+def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str]) -> None:
     if args.num_envs % args.num_collectors:
         parser.error(f"--num-envs {args.num_envs}: must be a multiple of --num-collectors {args.num_collectors}.")
     batch_envs = args.num_envs // (args.num_collectors if args.async_collection else 1)
@@ -331,10 +331,10 @@ def _check_combinations(args: argparse.Namespace, parser: Parser) -> None:
         )
     if args.critic_obs == "shared" and (given := critic_flags(args)):
         parser.error(f"{given[0]}: with --critic-obs shared the critic has nothing of its own.")
-    if args.rnn == "none" and args.memory_horizon is not None:
-        parser.error(f"--memory-horizon {args.memory_horizon}: --rnn none has no memory to initialise.")
-    if args.rnn == "none" and (args.num_layers > 1 or (args.critic_num_layers or 1) > 1):
-        parser.error("--num-layers, --critic-num-layers: --rnn none has no recurrent layers; see --actor-hidden.")
+    if args.rnn == "none":  # what a preset says of the core it replaces does not count
+        for name in ("rnn_backend", "hidden_size", "num_layers", "memory_horizon", "critic_hidden_size"):
+            if name in typed:
+                parser.error(f"{_dashed(name)} {getattr(args, name)}: --rnn none has no recurrent core.")
     if args.action_dist == "tanh_normal" and args.bounds_coeff > 0:
         parser.error(f"--bounds-coeff {args.bounds_coeff}: --action-dist tanh_normal is bounded already.")
     if args.freeze_normalizer_after is not None and not (args.normalize_obs or args.normalize_value):
@@ -382,7 +382,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.device = _resolve_device(args.device, parser)
     args.num_envs = _resolve_num_envs(args, parser)
     del args.num_envs_given
-    _check_combinations(args, parser)
+    _check_combinations(args, parser, typed=given.keys() | own.keys())
     return args
 
 
