@@ -332,7 +332,7 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
     if args.critic_obs == "shared" and (given := critic_flags(args)):
         parser.error(f"{given[0]}: with --critic-obs shared the critic has nothing of its own.")
     if args.rnn == "none":  # what a preset says of the core it replaces does not count
-        for name in ("rnn_backend", "hidden_size", "num_layers", "memory_horizon", "critic_hidden_size"):
+        for name in ("num_layers", "memory_horizon", "critic_num_layers"):
             if name in typed:
                 parser.error(f"{_dashed(name)} {getattr(args, name)}: --rnn none has no recurrent core.")
     if args.action_dist == "tanh_normal" and args.bounds_coeff > 0:
