@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 CHECKPOINT_DIR = "checkpoints"
 # What decides the shapes and the meaning of the parameters.
@@ -20,6 +24,9 @@ MODEL_SETTINGS = (
     "head_hidden",
     "activation",
     "action_dist",
+    "normalize_obs",
+    "normalize_value",
+    "critic_obs",
 )
 
 
@@ -27,15 +34,58 @@ def checkpoint_path(run_dir: Path, iteration: int) -> Path:
     return run_dir / CHECKPOINT_DIR / f"iteration_{iteration:07d}.pt"
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to a temporary file, flush it to disk, and rename it to ``path``."""
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Those of a run folder, oldest first; not ``best.pt``."""
+    return sorted((run_dir / CHECKPOINT_DIR).glob("iteration_*.pt"))
+
+
+def checksum(state: Any) -> str:
+    """SHA-256 over a nest of dicts, lists, tensors and plain values."""
+    digest = hashlib.sha256()
+
+    def parts(value: Any) -> Iterator[bytes]:
+        if isinstance(value, Tensor):
+            yield f"{value.dtype}{tuple(value.shape)}".encode()
+            yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                yield repr(key).encode()
+                yield from parts(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from parts(item)
+        else:
+            yield repr(value).encode()
+
+    for part in parts(state):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def save_checkpoint(path: Path, state: dict[str, Any], *, keep: int | None = None) -> None:
+    """Write ``state`` and its checksum to a temporary file, flush it to disk, and rename it to ``path``.
+
+    Args:
+        keep: delete all but the last ``keep`` checkpoints of the run afterwards; None keeps all.
+
+    Raises:
+        OSError: the disk is full, say. What was there before is untouched.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    torch.save(state | {"checksum": checksum(state)}, content)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    for old in checkpoints(path.parent.parent)[: -keep if keep else 0]:
+        old.unlink()
 
 
 def find_checkpoint(path: str | Path, *, flag: str = "--resume") -> Path:
@@ -47,7 +97,7 @@ def find_checkpoint(path: str | Path, *, flag: str = "--resume") -> Path:
     path = Path(path)
     if path.is_file():
         return path
-    found = sorted((path / CHECKPOINT_DIR).glob("*.pt"))
+    found = checkpoints(path)
     if not found:
         raise ValueError(f"{flag} {path}: neither a checkpoint file nor a run folder with one.")
     return found[-1]
@@ -63,9 +113,44 @@ def load_checkpoint(path: Path, *, flag: str = "--resume") -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the damage makes it trip over
         raise ValueError(f"{flag} {path}: not a readable checkpoint ({type(error).__name__}).") from None
-    if not isinstance(state, dict) or "model" not in state:
+    if not isinstance(state, dict) or "model" not in state or "checksum" not in state:
         raise ValueError(f"{flag} {path}: not a checkpoint of this suite.")
+    if state.pop("checksum") != checksum(state):
+        raise ValueError(f"{flag} {path}: damaged, its content does not match its checksum.")
     return state
+
+
+def resume_from(resume: str, *, log_dir: str | Path, task: str) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that ``--resume`` means, and its content.
+
+    A damaged file at the end of a run folder falls back to the one before, with a warning.
+
+    Args:
+        resume: a checkpoint file, a run folder, or ``auto``: the latest run of ``task`` in ``log_dir``.
+
+    Returns:
+        path and content, or None: ``auto`` found no run to continue.
+
+    Raises:
+        ValueError: nothing readable there.
+    """
+    if resume == "auto":
+        runs = [run for run in sorted((Path(log_dir) / task).glob("*")) if checkpoints(run)]
+        if not runs:
+            return None
+        folder = runs[-1]
+    elif Path(resume).is_dir():
+        folder = Path(resume)
+    else:
+        path = find_checkpoint(resume)
+        return path, load_checkpoint(path)
+    newest = find_checkpoint(folder)
+    for path in reversed(checkpoints(folder)):
+        try:
+            return path, load_checkpoint(path)
+        except ValueError as error:
+            warnings.warn(f"{error} Trying the one before.", stacklevel=2)
+    raise ValueError(f"--resume {newest.parent}: no checkpoint there is readable.")
 
 
 def check_settings(checkpoint: dict[str, Any], settings: dict[str, Any]) -> None:
