@@ -278,7 +278,8 @@ def _checked(name: str, value: Any, parser: Parser) -> Any:
     return value
 
 
-def _resolve_device(name: str, parser: Parser) -> str:
+def resolve_device(name: str, parser: Parser) -> str:
+    """``cpu`` or ``cuda:N``; a mistake ends the process with code 2 and one line."""
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
@@ -379,7 +380,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     args = argparse.Namespace(**settings, env_overrides=env_overrides)
     args.num_envs_given = "num_envs" in given or "num_envs" in own
-    args.device = _resolve_device(args.device, parser)
+    args.device = resolve_device(args.device, parser)
     args.num_envs = _resolve_num_envs(args, parser)
     del args.num_envs_given
     _check_combinations(args, parser, typed=given.keys() | own.keys())
