@@ -94,12 +94,15 @@ def rnn_forward(
         if backend == "pad":
             return _pad_forward(x, state, reset, weights, cell=cell)
         if backend == "triton":
-            raise NotImplementedError("--rnn-backend triton: the kernels are not in yet; use scan.")
-        out = x.transpose(0, 1).contiguous()
+            # Imported here: Triton is no part of a CPU installation of torch.
+            from .rnn_triton import triton_layer as run_layer
+        else:
+            run_layer = scan_layer
+        out = x.transpose(0, 1)
         reset = reset.t().contiguous()
         finals = []
         for layer in range(layers):
-            out, final = scan_layer(
+            out, final = run_layer(
                 cell,
                 out,
                 tuple(part[:, layer] for part in state),
@@ -176,7 +179,12 @@ class RecurrentCore(TensorDictModuleBase):
         rows, bound = _GATES[self.cell] * hidden_size, 1 / math.sqrt(hidden_size)
         for layer in range(num_layers):
             width = input_size if layer == 0 else hidden_size
-            shapes = {"weight_ih": (rows, width), "weight_hh": (rows, hidden_size), "bias_ih": (rows,), "bias_hh": (rows,)}
+            shapes = {
+                "weight_ih": (rows, width),
+                "weight_hh": (rows, hidden_size),
+                "bias_ih": (rows,),
+                "bias_hh": (rows,),
+            }
             for name, shape in shapes.items():
                 value = torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound)
                 self.register_parameter(f"{name}_l{layer}", nn.Parameter(value))

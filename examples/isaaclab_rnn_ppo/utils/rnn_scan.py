@@ -35,9 +35,14 @@ def _keep_bits(reset: Tensor, dtype: torch.dtype) -> Tensor:
     return reset.logical_not().unsqueeze(-1).to(_INT[dtype.itemsize]).neg_()
 
 
+def _bits(value: Tensor) -> Tensor:
+    """The same memory as integers."""
+    return value.view(_INT[value.dtype.itemsize])
+
+
 def _mask(value: Tensor, keep: Tensor, out: Tensor) -> Tensor:
     """`out = value` with exact zeros where `keep` is 0, whatever `value` holds there."""
-    torch.bitwise_and(value.view(keep.dtype), keep, out=out.view(keep.dtype))
+    torch.bitwise_and(_bits(value), keep, out=_bits(out))
     return out
 
 
@@ -77,6 +82,13 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 # --------------------------------------------------------------------------------------------------------------- LSTM
 
 
+def _gate_views(block: Tensor) -> list[tuple[Tensor, ...]]:
+    """Per-step views of gates [steps, N, 4H]: all, i and f together, i, f, g, o."""
+    hidden = block.shape[-1] // 4
+    gates = block.unflatten(-1, (4, hidden))
+    return [part.unbind(0) for part in (block, block[..., : 2 * hidden], *gates.unbind(-2))]
+
+
 @torch.library.custom_op("isaaclab_rnn_ppo::lstm_scan", mutates_args=())
 def _lstm_scan(
     x: Tensor,
@@ -103,33 +115,40 @@ def _lstm_scan(
         keep_gates = save and not recompute
         y = x.new_empty(steps, envs, hidden)
         gates = x.new_empty(steps if keep_gates else chunks[0][1], envs, 4 * hidden)
-        cells = c0.new_empty(steps if save else 2, envs, hidden)
+        cells = c0.new_empty(steps if save else min(steps, 2), envs, hidden)
         c_n, tanh_c = c0.new_empty(envs, hidden), c0.new_empty(envs, hidden)
         work = c0.new_empty(envs, 4 * hidden) if mixed else None
-
-        h, c = x.new_empty(envs, hidden).copy_(h0), cells[0].copy_(c0)
-        masked_h = h
+        h = masked = x.new_empty(envs, hidden).copy_(h0)
+        c = cells[0].copy_(c0)
         _mask(h, keep_h[0], out=h)
         _mask(c, keep_c[0], out=c)
+
+        # Views are made in bulk: at small N a step costs about as much in calls as in arithmetic.
+        outputs, keep_h, keep_c = y.unbind(0), keep_h.unbind(0), keep_c.unbind(0)
+        slots = cells.unbind(0)
         for start, stop in chunks:
             block = gates[start:stop] if keep_gates else gates[: stop - start]
             torch.addmm(bias, x[start:stop].flatten(0, 1), w_ih, out=block.view(-1, 4 * hidden))
-            for t, pre in zip(range(start, stop), block.unbind(0), strict=True):
+            if work is None:
+                views = _gate_views(block)
+            else:
+                views = [view * (stop - start) for view in _gate_views(work.unsqueeze(0))]
+            for t, pre, act, i_f, i, f, g, o in zip(range(start, stop), block.unbind(0), *views, strict=True):
                 pre.addmm_(h, w_hh)
-                act = pre if work is None else work.copy_(pre)
+                if mixed:
+                    act.copy_(pre)
                 act.tanh_()
-                i, f, g, o = act.view(envs, 4, hidden).unbind(1)
-                for sigmoid in (act[:, : 2 * hidden], o):
-                    torch.add(half, sigmoid, alpha=0.5, out=sigmoid)
+                torch.add(half, i_f, alpha=0.5, out=i_f)
+                torch.add(half, o, alpha=0.5, out=o)
                 if mixed and keep_gates:
                     pre.copy_(act)
                 last = t == steps - 1
-                c_next = c_n if last else cells[(t + 1) % cells.shape[0]]
+                c_next = c_n if last else slots[(t + 1) % len(slots)]
                 torch.mul(i, g, out=c_next).addcmul_(f, c)
                 torch.tanh(c_next, out=tanh_c)
-                h, c = torch.mul(o, tanh_c, out=y[t]), c_next
+                h, c = torch.mul(o, tanh_c, out=outputs[t]), c_next
                 if not last and resets[t + 1]:
-                    h = _mask(h, keep_h[t + 1], out=masked_h)
+                    h = _mask(h, keep_h[t + 1], out=masked)
                     _mask(c, keep_c[t + 1], out=c)
         empty = x.new_empty(0)
         return y, c_n, gates if keep_gates else empty, cells if save else c0.new_empty(0)
@@ -168,13 +187,15 @@ def _lstm_scan_backward(
         mixed = x.dtype != cells.dtype
         resets, keep_h, keep_c = _resets_any(reset), _keep_bits(reset, x.dtype), _keep_bits(reset, cells.dtype)
         new = cells.new_empty
-        dx = torch.empty_like(x)
+        dx = x.new_empty(x.shape)
         dw_ih, dw_hh = torch.zeros_like(w_ih, dtype=cells.dtype), torch.zeros_like(w_hh, dtype=cells.dtype)
         db = cells.new_zeros(4 * hidden)
         dh, dc = new(envs, hidden), cells.new_zeros(envs, hidden)
         if dc_n is not None:
             dc.copy_(dc_n)
+        dc_gates = dc.unsqueeze(1)
         rec = x.new_zeros(envs, hidden)  # gradient of h_t through step t + 1
+        dy_steps = None if dy is None else dy.unbind(0)
 
         for start, stop in reversed(_chunks(steps, envs)):
             c_in, h_in = cells[start:stop], _entering(y, h0, keep_h, start, stop)
@@ -195,18 +216,20 @@ def _lstm_scan_backward(
             torch.ops.aten.sigmoid_backward(tanh_c, o, grad_input=grads[:, :, 3])
             via_c = torch.ops.aten.tanh_backward(o, tanh_c)
             low = x.new_empty(stop - start, envs, 4 * hidden) if mixed else grads.view(stop - start, envs, 4 * hidden)
-            for t in range(stop - 1, start - 1, -1):
-                k = t - start
-                dh.copy_(rec)
-                if dy is not None:
-                    dh.add_(dy[t])
-                dc.addcmul_(dh, via_c[k])
-                grads[k, :, :3].mul_(dc.unsqueeze(1))
-                grads[k, :, 3].mul_(dh)
-                dc.mul_(f[k])
+            parts = (f, via_c, grads[:, :, :3], grads[:, :, 3], grads.view(low.shape), low)
+            steps_of = zip(range(start, stop), *[part.unbind(0) for part in parts], strict=True)
+            for t, f_t, via_c_t, grad_ifg, grad_o, grad_t, low_t in reversed(list(steps_of)):
+                if dy is None:
+                    dh.copy_(rec)
+                else:
+                    torch.add(rec, dy_steps[t], out=dh)
+                dc.addcmul_(dh, via_c_t)
+                grad_ifg.mul_(dc_gates)
+                grad_o.mul_(dh)
+                dc.mul_(f_t)
                 if mixed:
-                    low[k].copy_(grads[k].view(envs, 4 * hidden))
-                torch.mm(low[k], w_hh, out=rec)
+                    low_t.copy_(grad_t)
+                torch.mm(low_t, w_hh, out=rec)
                 if resets[t]:
                     _mask(rec, keep_h[t], out=rec)
                     _mask(dc, keep_c[t], out=dc)
@@ -220,14 +243,7 @@ def _lstm_scan_backward(
 
 @_lstm_scan_backward.register_fake
 def _(dy, dc_n, x, h0, y, c_n, reset, w_ih, w_hh, b_ih, b_hh, gates, cells):
-    return (
-        torch.empty_like(x),
-        h0.new_empty(h0.shape),
-        c_n.new_empty(c_n.shape),
-        torch.empty_like(w_ih),
-        torch.empty_like(w_hh),
-        b_ih.new_empty(b_ih.shape),
-    )
+    return tuple(value.new_empty(value.shape) for value in (x, h0, c_n, w_ih, w_hh, b_ih))
 
 
 def _lstm_setup(ctx, inputs, output):
@@ -276,17 +292,20 @@ def _gru_scan(
         rz, n, hn = x.new_empty(size, envs, split), x.new_empty(size, envs, hidden), x.new_empty(size, envs, hidden)
         h = masked = x.new_empty(envs, hidden).copy_(h0)
         _mask(h, keep[0], out=h)
+        outputs, keep = y.unbind(0), keep.unbind(0)
         for start, stop in chunks:
             at = slice(start, stop) if save else slice(0, stop - start)
             rows = x[start:stop].flatten(0, 1)
             torch.addmm(b_rz, rows, w_ih[:split].t(), out=rz[at].view(-1, split))
             torch.addmm(b_ih[split:], rows, w_ih[split:].t(), out=n[at].view(-1, hidden))
-            for t, rz_t, n_t, hn_t in zip(range(start, stop), rz[at], n[at], hn[at], strict=True):
+            parts = (rz[at], rz[at][..., :hidden], rz[at][..., hidden:], n[at], hn[at])
+            steps_of = zip(range(start, stop), *[part.unbind(0) for part in parts], strict=True)
+            for t, rz_t, r_t, z_t, n_t, hn_t in steps_of:
                 rz_t.addmm_(h, w_rz).tanh_()
                 torch.add(half, rz_t, alpha=0.5, out=rz_t)
                 torch.addmm(b_hn, h, w_hn, out=hn_t)
-                n_t.addcmul_(rz_t[:, :hidden], hn_t).tanh_()
-                h = torch.lerp(n_t, h, rz_t[:, hidden:], out=y[t])
+                n_t.addcmul_(r_t, hn_t).tanh_()
+                h = torch.lerp(n_t, h, z_t, out=outputs[t])
                 if t + 1 < steps and resets[t + 1]:
                     h = _mask(h, keep[t + 1], out=masked)
         if not save:
@@ -323,10 +342,11 @@ def _gru_scan_backward(
         mixed = x.dtype != acc
         resets, keep, keep_acc = _resets_any(reset), _keep_bits(reset, x.dtype), _keep_bits(reset, acc)
         split = 2 * hidden
-        dx = torch.empty_like(x)
+        dx = x.new_empty(x.shape)
         dw_ih, dw_hh = torch.zeros_like(w_ih, dtype=acc), torch.zeros_like(w_hh, dtype=acc)
         db_ih, db_hh = torch.zeros_like(b_ih, dtype=acc), torch.zeros_like(b_hh, dtype=acc)
         dh = h0.new_zeros(envs, hidden)
+        dh_gates, dy_steps = dh.unsqueeze(1), dy.unbind(0)
         for start, stop in reversed(_chunks(steps, envs)):
             h_in = _entering(y, h0, keep, start, stop)
             rows = x[start:stop].flatten(0, 1)
@@ -346,16 +366,17 @@ def _gru_scan_backward(
             torch.ops.aten.sigmoid_backward(h_in - cand, z, grad_input=grads[:, :, 1])
             torch.mul(grad_n, r, out=grads[:, :, 2])
             low = x.new_empty(stop - start, envs, 3 * hidden) if mixed else grads.view(stop - start, envs, 3 * hidden)
-            for t in range(stop - 1, start - 1, -1):
-                k = t - start
-                dh.add_(dy[t])
-                grads[k].mul_(dh.unsqueeze(1))
-                grad_n[k].mul_(dh)
-                dh.mul_(z[k])
+            parts = (z, grad_n, grads, low)
+            steps_of = zip(range(start, stop), *[part.unbind(0) for part in parts], strict=True)
+            for t, z_t, grad_n_t, grad_t, low_t in reversed(list(steps_of)):
+                dh.add_(dy_steps[t])
+                grad_t.mul_(dh_gates)
+                grad_n_t.mul_(dh)
+                dh.mul_(z_t)
                 if mixed:
-                    dh.add_(low[k].copy_(grads[k].view(envs, -1)) @ w_hh)
+                    dh.add_(low_t.copy_(grad_t.view(envs, -1)) @ w_hh)
                 else:
-                    dh.addmm_(low[k], w_hh)
+                    dh.addmm_(low_t, w_hh)
                 if resets[t]:
                     _mask(dh, keep_acc[t], out=dh)
             grads, low = grads.view(-1, 3 * hidden), low.view(-1, 3 * hidden)
@@ -373,7 +394,7 @@ def _gru_scan_backward(
 
 @_gru_scan_backward.register_fake
 def _(dy, x, h0, y, reset, w_ih, w_hh, b_ih, b_hh, rz, n, hn):
-    return (torch.empty_like(x), h0.new_empty(h0.shape), *[torch.empty_like(w) for w in (w_ih, w_hh, b_ih, b_hh)])
+    return tuple(value.new_empty(value.shape) for value in (x, h0, w_ih, w_hh, b_ih, b_hh))
 
 
 def _gru_setup(ctx, inputs, output):
@@ -383,6 +404,8 @@ def _gru_setup(ctx, inputs, output):
 
 
 def _gru_backward(ctx, dy, *_saved):
+    if dy is None:
+        return (None,) * 8
     dx, dh0, *dw = _gru_scan_backward(dy, *ctx.saved_tensors)
     return dx, dh0, None, *dw, None
 
@@ -400,7 +423,7 @@ def scan_layer(
 
     Args:
         cell: "lstm" or "gru".
-        x: contiguous input [T, N, E], in the dtype of the weights.
+        x: input [T, N, E] with any strides, in the dtype of the weights.
         state: `(h, c)` or `(h,)`, each [N, H]. Its dtype is that of the cell state and may be wider than x's.
         reset: bool [T, N], the state is zero before the steps marked.
         weights: `w_ih, w_hh, b_ih, b_hh` in nn.LSTM's or nn.GRU's layout.
