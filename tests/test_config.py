@@ -36,7 +36,8 @@ def test_compile_without_a_mode_is_default():
 
 def test_number_of_envs():
     assert parse_args(CPU).num_envs == 256
-    assert parse_args([*CPU, "env.scene.num_envs=32"]).num_envs == 32
+    args = parse_args([*CPU, "env.scene.num_envs=32", "env.sim.dt=0.01"])
+    assert (args.num_envs, args.env_overrides) == (32, ["env.sim.dt=0.01"])
     assert parse_args([*CPU, "--num-envs", "32", "env.scene.num_envs=32"]).num_envs == 32
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -17,20 +18,23 @@ import yaml
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl._utils import timeit
+from torchrl.checkpoint import GlobalRNGState
 
 from isaaclab_rnn_ppo.utils import (
     AdaptiveLR,
+    AsyncCollector,
     EpisodeStatistics,
     Models,
+    Objective,
     RunLogger,
+    SyncCollector,
+    accelerate,
+    apply_schedules,
     bytes_of,
     check_settings,
     checkpoint_path,
+    compile_seconds,
     critic_flags,
-    find_checkpoint,
-    linear,
-    load_checkpoint,
-    load_model,
     make_advantage,
     make_collector,
     make_critic_loss,
@@ -39,12 +43,11 @@ from isaaclab_rnn_ppo.utils import (
     make_models,
     make_optimizer,
     make_update,
-    minibatches,
     parse_args,
     quiet_libraries,
     resolve_asset_root,
+    resume_from,
     save_checkpoint,
-    set_learning_rate,
     user_errors,
 )
 
@@ -99,51 +102,53 @@ def make_worker_policy(factory: Callable[..., Models], **specs) -> nn.Module:
     return factory(**specs).collector_policy
 
 
-def learn(
-    training: TensorDictBase,
-    update: Callable[[TensorDictBase], dict[str, torch.Tensor]],
-    num_epochs: int,
-    num_minibatches: int,
-    target_kl: float | None = None,
-) -> dict[str, torch.Tensor]:
-    """Epochs x minibatches of ``update``; means of its metrics, on the device.
+def make_objectives(models: Models, args: argparse.Namespace) -> list[Objective]:
+    """The policy's, and a separate critic's; compiled and captured here."""
+    value_options = {
+        "value_coeff": args.value_coeff,
+        "value_clip": args.value_clip,
+        "value_normalizer": models.value_normalizer,
+    }
+    update_options = {
+        "cudagraphs": args.cudagraphs and args.device.startswith("cuda"),
+        "cudagraph_warmup": args.cudagraph_warmup,
+        "cudagraph_trees": args.cudagraph_trees,
+        "fullgraph": args.rnn_backend != "pad",
+    }
+    loss = make_loss(
+        actor=models.actor,
+        value_head=models.value_head,
+        clip_epsilon=args.clip_epsilon,
+        entropy_coeff=args.entropy_coeff,
+        bounds_coeff=args.bounds_coeff,
+        action_bound=args.action_bound,
+        **value_options,
+    )
+    optimizer = make_optimizer(loss.parameters(), args.learning_rate)
+    update = make_update(
+        loss_module=loss,
+        optimizer=optimizer,
+        clip_grad_norm=args.clip_grad_norm,
+        adapt_lr=AdaptiveLR(optimizer, desired_kl=args.desired_kl) if args.lr_schedule == "adaptive" else None,
+        compile_mode=args.compile,
+        **update_options,
+    )
+    policy = Objective("model", loss, optimizer, update, args.num_epochs, args.num_minibatches, args.target_kl)
+    if not models.has_separate_critic:
+        return [policy]
 
-    With ``target_kl`` the device is read once an epoch, and the epoch whose mean KL is above it is the last.
-    """
-    sums: dict[str, torch.Tensor] = {}
-    epochs_done = 0
-    while epochs_done < num_epochs:
-        before = sums.get("kl", 0)
-        for env_ids in minibatches(len(training), num_minibatches, training.device):
-            for name, value in update(training[env_ids]).items():
-                sums[name] = sums.get(name, 0) + value
-        epochs_done += 1
-        if target_kl is not None and sums["kl"] - before > target_kl * num_minibatches:
-            break
-    means = {name: value / (epochs_done * num_minibatches) for name, value in sums.items()}
-    return means if target_kl is None else means | {"epochs_done": torch.tensor(epochs_done)}
-
-
-def apply_schedules(
-    iteration: int,
-    loss_module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    critic_optimizer: torch.optim.Optimizer | None,
-    args: argparse.Namespace,
-) -> None:
-    """Coefficients and learning rates of this iteration; the adaptive one moves inside the update."""
-    entropy_coeff = args.entropy_coeff
-    if args.entropy_coeff_final is not None:
-        entropy_coeff = linear(entropy_coeff, args.entropy_coeff_final, iteration, args.iterations)
-    loss_module.entropy_coeff.fill_(entropy_coeff)
-    if args.lr_schedule == "linear":
-        set_learning_rate(optimizer, linear(args.learning_rate, 0.0, iteration, args.iterations))
-    if critic_optimizer is None:
-        return
-    if args.critic_learning_rate is None:
-        set_learning_rate(critic_optimizer, optimizer.param_groups[0]["lr"])
-    elif args.lr_schedule == "linear":
-        set_learning_rate(critic_optimizer, linear(args.critic_learning_rate, 0.0, iteration, args.iterations))
+    loss = make_critic_loss(value_operator=models.value_operator, **value_options)
+    optimizer = make_optimizer(loss.parameters(), args.critic_learning_rate or args.learning_rate)
+    update = make_update(
+        loss_module=loss,
+        optimizer=optimizer,
+        clip_grad_norm=args.critic_clip_grad_norm or args.clip_grad_norm,
+        compile_mode=args.compile_critic or args.compile,
+        **update_options,
+    )
+    num_epochs = args.critic_num_epochs or args.num_epochs
+    num_minibatches = args.critic_num_minibatches or args.num_minibatches
+    return [policy, Objective("critic", loss, optimizer, update, num_epochs, num_minibatches)]
 
 
 def summarize(
@@ -151,32 +156,78 @@ def summarize(
     frames: int,
     batch: TensorDictBase,
     training: TensorDictBase,
-    losses: dict[str, torch.Tensor],
-    episodes: dict[str, float],
-    version: int,
-    learning_rate: float,
+    losses: list[dict[str, torch.Tensor]],
+    episodes: EpisodeStatistics,
+    objectives: list[Objective],
+    collector: SyncCollector | AsyncCollector,
 ) -> dict[str, float]:
     """One row of ``metrics.csv``. Reads the device once for each entry."""
     seconds = timeit.todict(percall=False)
     timeit.erase()
     num_frames = batch["steps"].numel()
     oldest = int(batch["steps", "policy_version"].min())
+    ended = episodes.update(batch["episodes"])
+    policy_losses, *critic_losses = losses
+    for extra in critic_losses:
+        policy_losses |= {name if name == "loss_value" else f"critic_{name}": value for name, value in extra.items()}
     return {
         "iteration": iteration,
-        "frames": frames + num_frames,
-        "episode_return": episodes.pop("episode_return"),
-        "episode_length": episodes.pop("episode_length"),
+        "frames": frames,
+        "episode_return": ended.pop("episode_return"),
+        "episode_length": ended.pop("episode_length"),
         "fps": num_frames / (seconds["collect"] + seconds["learn"]),
         "collect_s": seconds["collect"],
         "learn_s": seconds["learn"],
-        **{name: float(value) for name, value in losses.items()},
-        "lr": learning_rate,
+        "compile_s": compile_seconds(),
+        **{name: float(value) for name, value in policy_losses.items()},
+        "lr": float(objectives[0].optimizer.param_groups[0]["lr"]),
         "policy_version": oldest,
-        "staleness": version - oldest,
+        "staleness": collector.policy_version - oldest,
         "bootstrap_approximated": int(training["bootstrap_approximated"].sum()),
         "bytes_per_transition": bytes_of(batch) / num_frames,
-        **episodes,
+        **ended,
     }
+
+
+def schedule(objectives: list[Objective], iteration: int, args: argparse.Namespace) -> None:
+    """Learning rates and coefficients of this iteration."""
+    apply_schedules(
+        objectives,
+        iteration,
+        args.iterations,
+        learning_rate=args.learning_rate,
+        lr_schedule=args.lr_schedule,
+        entropy_coeff=args.entropy_coeff,
+        entropy_coeff_final=args.entropy_coeff_final,
+        critic_learning_rate=args.critic_learning_rate,
+    )
+
+
+def check_critic(models: Models, args: argparse.Namespace) -> None:
+    """Refuse flags of a separate critic where there is none: what groups a task has, only its env knows."""
+    if not models.has_separate_critic and (given := critic_flags(args)):
+        raise ValueError(
+            f"{given[0]}: {args.task} has no `critic` observation group, so actor and value share one "
+            "backbone; --critic-obs policy gives the critic its own."
+        )
+
+
+def print_notes(args: argparse.Namespace) -> None:
+    """What the user asked for and cannot have, or has to wait for."""
+    if args.cudagraphs and not args.device.startswith("cuda"):
+        print("--cudagraphs: CUDA graphs need a CUDA device; the update runs without.", flush=True)
+    if args.compile:
+        print(f"--compile {args.compile}: the first iterations pay for the compilation.", flush=True)
+        if args.rnn_backend == "pad":
+            print("--rnn-backend pad: its recurrent part stays eager under --compile.", flush=True)
+
+
+def save_or_warn(path: Path, state: dict[str, Any], keep: int) -> None:
+    """Training goes on when the disk is full; the checkpoint before is still there."""
+    try:
+        save_checkpoint(path, state, keep=keep)
+    except OSError as error:
+        warnings.warn(f"no checkpoint written, training goes on: {error}", stacklevel=2)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -184,20 +235,15 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     seed_everything(args.seed)
     with user_errors():
-        resumed = find_checkpoint(args.resume) if args.resume else None
-        checkpoint: dict[str, Any] | None = load_checkpoint(resumed) if resumed else None
+        resumed = resume_from(args.resume, log_dir=args.log_dir, task=args.task) if args.resume else None
+        path, checkpoint = resumed or (None, None)
         if checkpoint:
             check_settings(checkpoint, vars(args))
         asset_root, asset_line = resolve_asset_root(args.asset_root, task=args.task)
-        print(asset_line, flush=True)
-    first = checkpoint["iteration"] if checkpoint else 0
-    frames = checkpoint["frames"] if checkpoint else 0
-    if args.cudagraphs and not args.device.startswith("cuda"):
-        print("--cudagraphs: CUDA graphs need a CUDA device; the update runs without.", flush=True)
-    if args.compile:
-        print(f"--compile {args.compile}: the first iterations pay for the compilation.", flush=True)
+    print(asset_line, flush=True)
+    print_notes(args)
 
-    # The simulator lives in the collector's subprocesses; its specs come back from there.
+    # The simulator lives in the collector's subprocesses; the specs come back from there.
     with user_errors():
         collector = make_collector(
             create_env_fn=partial(
@@ -219,117 +265,60 @@ def main(argv: list[str] | None = None) -> None:
             observation_spec=collector.getattr_env("observation_spec"),
             action_spec=collector.getattr_env("action_spec"),
         )
-        if not models.has_separate_critic and (given := critic_flags(args)):
-            with user_errors():
-                raise ValueError(
-                    f"{given[0]}: {args.task} has no `critic` observation group, so actor and value share one "
-                    "backbone; --critic-obs policy gives the critic its own."
-                )
+        with user_errors():
+            check_critic(models, args)
+        advantage = accelerate(
+            make_advantage(
+                value_operator=models.value_operator,
+                gamma=args.gamma,
+                gae_lambda=args.gae_lambda,
+                vectorized=args.vectorized_gae,
+                reward_scale=args.reward_scale,
+            ),
+            compile_mode=args.compile,
+            fullgraph=args.rnn_backend != "pad",
+        )
+        objectives = make_objectives(models, args)
         episodes = EpisodeStatistics(collector.getattr_env("log_names"))
         task_info = collector.getattr_env("task_info")
-
-        advantage = make_advantage(
-            value_operator=models.value_operator,
-            gamma=args.gamma,
-            gae_lambda=args.gae_lambda,
-            vectorized=args.vectorized_gae,
-            reward_scale=args.reward_scale,
-        )
-        value_options = {
-            "value_coeff": args.value_coeff,
-            "value_clip": args.value_clip,
-            "value_normalizer": models.value_normalizer,
-        }
-        loss_module = make_loss(
-            actor=models.actor,
-            value_head=models.value_head,
-            clip_epsilon=args.clip_epsilon,
-            entropy_coeff=args.entropy_coeff,
-            bounds_coeff=args.bounds_coeff,
-            action_bound=args.action_bound,
-            **value_options,
-        )
-        optimizer = make_optimizer(loss_module.parameters(), args.learning_rate)
-        critic_loss = critic_optimizer = None
-        if models.has_separate_critic:
-            critic_loss = make_critic_loss(value_operator=models.value_operator, **value_options)
-            critic_optimizer = make_optimizer(critic_loss.parameters(), args.critic_learning_rate or args.learning_rate)
-
         if checkpoint:
             with user_errors():
-                load_model(loss_module, checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            if critic_loss is not None:
-                with user_errors():
-                    load_model(critic_loss, checkpoint["critic"])
-                critic_optimizer.load_state_dict(checkpoint["critic_optimizer"])
+                for objective in objectives:
+                    objective.load_state_dict(checkpoint)
+            episodes.load_state_dict(checkpoint["episodes"])
+            GlobalRNGState().load_state_dict(checkpoint["rng"])
 
-        cudagraphs = args.cudagraphs and args.device.startswith("cuda")
-        update = make_update(
-            loss_module=loss_module,
-            optimizer=optimizer,
-            clip_grad_norm=args.clip_grad_norm,
-            adapt_lr=AdaptiveLR(optimizer, desired_kl=args.desired_kl) if args.lr_schedule == "adaptive" else None,
-            compile_mode=args.compile,
-            cudagraphs=cudagraphs,
-            cudagraph_warmup=args.cudagraph_warmup,
-        )
-        if models.has_separate_critic:
-            critic_update = make_update(
-                loss_module=critic_loss,
-                optimizer=critic_optimizer,
-                clip_grad_norm=args.critic_clip_grad_norm or args.clip_grad_norm,
-                compile_mode=args.compile_critic or args.compile,
-                cudagraphs=cudagraphs,
-                cudagraph_warmup=args.cudagraph_warmup,
-            )
-
-        run_dir = make_run_dir(args, resumed)
-        logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=first)
+        run_dir = make_run_dir(args, path)
+        iteration, frames = (checkpoint["iteration"], checkpoint["frames"]) if checkpoint else (0, 0)
+        logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=iteration)
         rollouts = iter(collector)
-        for iteration in range(first + 1, args.iterations + 1):
-            apply_schedules(iteration, loss_module, optimizer, critic_optimizer, args)
+        while iteration < args.iterations:
+            iteration += 1
+            schedule(objectives, iteration, args)
             with timeit("collect"):
                 collector.update_policy_weights_(models.collector_policy)
                 batch = next(rollouts).to(args.device)
             with timeit("learn"):
                 training = advantage(batch)
-                losses = learn(training, update, args.num_epochs, args.num_minibatches, args.target_kl)
-                if models.has_separate_critic:
-                    critic_losses = learn(
-                        training,
-                        critic_update,
-                        args.critic_num_epochs or args.num_epochs,
-                        args.critic_num_minibatches or args.num_minibatches,
-                    )
-                    losses["loss_value"], losses["critic_grad_norm"] = critic_losses.values()
+                losses = [objective.learn(training) for objective in objectives]
                 if args.freeze_normalizer_after is None or iteration <= args.freeze_normalizer_after:
                     models.update_normalizers(training["steps"])
-            metrics = summarize(
-                iteration,
-                frames,
-                batch,
-                training,
-                losses,
-                episodes.update(batch["episodes"]),
-                collector.policy_version,
-                float(optimizer.param_groups[0]["lr"]),
-            )
-            frames = metrics["frames"]
+            frames += batch["steps"].numel()
+            metrics = summarize(iteration, frames, batch, training, losses, episodes, objectives, collector)
             logger.log(metrics, step=frames)
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
                 state = {
-                    "model": loss_module.state_dict(),
-                    "optimizer": optimizer.state_dict(),
                     "iteration": iteration,
                     "frames": frames,
                     "policy_version": collector.policy_version,
+                    "episodes": episodes.state_dict(),
+                    "rng": GlobalRNGState().state_dict(),
                     "config": vars(args),
                     "task_info": task_info,
                 }
-                if critic_loss is not None:
-                    state |= {"critic": critic_loss.state_dict(), "critic_optimizer": critic_optimizer.state_dict()}
-                save_checkpoint(checkpoint_path(run_dir, iteration), state)
+                for objective in objectives:
+                    state |= objective.state_dict()
+                save_or_warn(checkpoint_path(run_dir, iteration), state, args.keep_checkpoints)
     finally:
         collector.shutdown()
         if logger is not None:

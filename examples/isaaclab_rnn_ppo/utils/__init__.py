@@ -8,34 +8,49 @@ from isaaclab_rnn_ppo.utils.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     load_model,
+    resume_from,
     save_checkpoint,
 )
-from isaaclab_rnn_ppo.utils.collectors import RolloutCollector, bytes_of, make_collector, quiet_libraries
+from isaaclab_rnn_ppo.utils.collectors import (
+    AsyncCollector,
+    RolloutCollector,
+    SyncCollector,
+    bytes_of,
+    make_collector,
+    quiet_libraries,
+)
 from isaaclab_rnn_ppo.utils.config import critic_flags, parse_args, user_errors
 from isaaclab_rnn_ppo.utils.envs import make_env
+from isaaclab_rnn_ppo.utils.learner import Objective, apply_schedules
 from isaaclab_rnn_ppo.utils.logging import EpisodeStatistics, RunLogger
 from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_critic_loss, make_loss
 from isaaclab_rnn_ppo.utils.models import Models, make_models
 from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
-from isaaclab_rnn_ppo.utils.update import make_update, minibatches
+from isaaclab_rnn_ppo.utils.update import accelerate, compile_seconds, make_update, minibatches
 
 __all__ = [
     "GRU",
     "LSTM",
     "AdaptiveLR",
+    "AsyncCollector",
     "EpisodeStatistics",
     "Models",
     "NormalizedValue",
+    "Objective",
     "RecurrentPPOLoss",
     "RolloutCollector",
     "RunLogger",
     "RunningNormalizer",
+    "SyncCollector",
+    "accelerate",
+    "apply_schedules",
     "boundary_values",
     "bytes_of",
     "check_settings",
     "checkpoint_path",
+    "compile_seconds",
     "critic_flags",
     "find_checkpoint",
     "interleave",
@@ -55,6 +70,7 @@ __all__ = [
     "quiet_libraries",
     "resolve_asset_root",
     "resolve_backend",
+    "resume_from",
     "rnn_forward",
     "save_checkpoint",
     "set_learning_rate",

@@ -159,6 +159,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "compile": Flag(str, "torch.compile the advantages and the update", choices=COMPILE_MODES),
         "cudagraphs": Flag(bool, "replay the update as one CUDA graph"),
         "cudagraph_warmup": _positive(int, "updates that run eagerly before the capture"),
+        "cudagraph_trees": Flag(bool, "let reduce-overhead and max-autotune capture CUDA graphs of their own"),
     },
     "run": {
         "log_dir": Flag(str, "folder that holds the runs"),
@@ -166,7 +167,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
             str, "besides metrics.csv, which is always written", choices=("csv", "tensorboard", "wandb", "none")
         ),
         "checkpoint_interval": _positive(int, "iterations between checkpoints"),
-        "resume": Flag(str, "checkpoint file or run folder to continue from"),
+        "keep_checkpoints": _positive(int, "number of checkpoints that are kept"),
+        "resume": Flag(str, "checkpoint file or run folder to continue, or auto: the task's latest run, if any"),
     },
 }
 ALL_FLAGS = {name: flag for group in FLAGS.values() for name, flag in group.items()}
@@ -297,7 +299,9 @@ def resolve_device(name: str, parser: Parser) -> str:
 
 
 def _resolve_num_envs(args: argparse.Namespace, parser: Parser) -> int:
+    """The total; its token does not go on to the task, since each of several workers has a share only."""
     tokens = [token for token in args.env_overrides if token.startswith("env.scene.num_envs=")]
+    args.env_overrides = [token for token in args.env_overrides if token not in tokens]
     if not tokens:
         return args.num_envs or (4096 if args.device.startswith("cuda") else 256)
     try:
@@ -347,7 +351,7 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
         args.rnn_backend = resolve_backend(args.rnn_backend, torch.device(args.device))
     except ValueError as error:
         parser.error(str(error))
-    if args.resume is not None and not Path(args.resume).exists():
+    if args.resume not in (None, "auto") and not Path(args.resume).exists():
         parser.error(f"--resume {args.resume}: no such file or folder.")
 
 

@@ -43,6 +43,13 @@ class EpisodeStatistics:
         names = ["episode_return", "episode_length", *self.log_names]
         return dict(zip(names, (total[1:] / total[0]).tolist()))
 
+    def state_dict(self) -> list[torch.Tensor]:
+        """Sums [3 + K] of the iterations that the mean looks back on."""
+        return list(self._window)
+
+    def load_state_dict(self, state: list[torch.Tensor]) -> None:
+        self._window = deque(state)
+
 
 class MetricsCsv:
     """``metrics.csv``: one row an iteration; the first row decides the columns.
