@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# One training run, as srun starts it: seed, folder, caches and resume for this task of the job. Arguments go to train.py.
+#   PYTHON    what runs Python (default: python); may be several words: "apptainer exec --nv image.sif python"
+#   RUNS      where runs go; must survive a requeue, so on a shared file system (default: runs)
+#   CACHES    folder on the node's own disk for compiled kernels (default: TMPDIR, else /tmp)
+#   SEED      seed of the first task (default: 0)
+set -euo pipefail
+
+read -ra python <<<"${PYTHON:-python}"
+seed=$((${SEED:-0} + SLURM_PROCID))
+runs=${RUNS:-runs}/$SLURM_JOB_ID/seed_$seed
+caches=${CACHES:-${TMPDIR:-/tmp}}/rnn-ppo-$(id -u)
+export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TRITON_CACHE_DIR=$caches/triton WARP_CACHE_PATH=$caches/warp
+mkdir -p "$caches"
+
+# A requeued job keeps its id: go on where its newest checkpoint is.
+newest=$(find "$runs" -name 'iteration_*.pt' -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -n 1 | cut -d ' ' -f 2-) || true
+resume=()
+if [ -n "$newest" ]; then
+    resume=(--resume "$(dirname "$(dirname "$newest")")")
+fi
+exec "${python[@]}" -m isaaclab_rnn_ppo.train --seed "$seed" --log-dir "$runs" "${resume[@]}" "$@"
