@@ -7,6 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ from torchrl.checkpoint import GlobalRNGState
 
 from isaaclab_rnn_ppo.utils import (
     AdaptiveLR,
-    AsyncCollector,
     EpisodeStatistics,
+    Interrupted,
     Models,
     Objective,
+    RestartingCollector,
     RunLogger,
-    SyncCollector,
+    WorkerFault,
     accelerate,
     apply_schedules,
     bytes_of,
@@ -35,6 +37,7 @@ from isaaclab_rnn_ppo.utils import (
     checkpoint_path,
     compile_seconds,
     critic_flags,
+    interruptible,
     make_advantage,
     make_collector,
     make_critic_loss,
@@ -159,7 +162,7 @@ def summarize(
     losses: list[dict[str, torch.Tensor]],
     episodes: EpisodeStatistics,
     objectives: list[Objective],
-    collector: SyncCollector | AsyncCollector,
+    collector: RestartingCollector,
 ) -> dict[str, float]:
     """One row of ``metrics.csv``. Reads the device once for each entry."""
     seconds = timeit.todict(percall=False)
@@ -183,6 +186,7 @@ def summarize(
         "lr": float(objectives[0].optimizer.param_groups[0]["lr"]),
         "policy_version": oldest,
         "staleness": collector.policy_version - oldest,
+        "worker_restarts": collector.num_restarts,
         "bootstrap_approximated": int(training["bootstrap_approximated"].sum()),
         "bytes_per_transition": bytes_of(batch) / num_frames,
         **ended,
@@ -222,10 +226,40 @@ def print_notes(args: argparse.Namespace) -> None:
             print("--rnn-backend pad: its recurrent part stays eager under --compile.", flush=True)
 
 
-def save_or_warn(path: Path, state: dict[str, Any], keep: int) -> None:
+def training_state(
+    iteration: int,
+    frames: int,
+    collector: RestartingCollector,
+    episodes: EpisodeStatistics,
+    objectives: list[Objective],
+    task_info: dict[str, Any],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """A copy of everything that a checkpoint holds: the next iteration may be interrupted anywhere."""
+    state = {
+        "iteration": iteration,
+        "frames": frames,
+        "policy_version": collector.policy_version,
+        "episodes": episodes.state_dict(),
+        "rng": GlobalRNGState().state_dict(),
+        "config": vars(args),
+        "task_info": task_info,
+    }
+    for objective in objectives:
+        state |= objective.state_dict()
+    return deepcopy(state)
+
+
+def farewell(stop: Interrupted | WorkerFault, run_dir: Path | None) -> str:
+    """Why the run ends early, and how to go on."""
+    reason = f"stopped by {stop}" if isinstance(stop, Interrupted) else f"train.py: error: {stop}"
+    return f"{reason}; nothing to resume." if run_dir is None else f"{reason}; --resume {run_dir} continues the run."
+
+
+def save_or_warn(run_dir: Path, state: dict[str, Any], keep: int) -> None:
     """Training goes on when the disk is full; the checkpoint before is still there."""
     try:
-        save_checkpoint(path, state, keep=keep)
+        save_checkpoint(checkpoint_path(run_dir, state["iteration"]), state, keep=keep)
     except OSError as error:
         warnings.warn(f"no checkpoint written, training goes on: {error}", stacklevel=2)
 
@@ -244,28 +278,32 @@ def main(argv: list[str] | None = None) -> None:
     print_notes(args)
 
     # The simulator lives in the collector's subprocesses; the specs come back from there.
-    with user_errors():
-        collector = make_collector(
-            create_env_fn=partial(
-                make_env, args.task, device=args.device, overrides=args.env_overrides, asset_root=asset_root
-            ),
-            make_policy=partial(make_worker_policy, model_factory(args)),
-            num_envs=args.num_envs,
-            rollout_steps=args.rollout_steps,
-            num_collectors=args.num_collectors,
-            boundary_slots=args.boundary_slots,
-            async_collection=args.async_collection,
-            device=args.device,
-            seed=args.seed,
-            first_version=checkpoint["policy_version"] if checkpoint else 0,
-        )
-    logger = None
+    collector = logger = state = run_dir = None
     try:
-        models = model_factory(args)(
-            observation_spec=collector.getattr_env("observation_spec"),
-            action_spec=collector.getattr_env("action_spec"),
-        )
         with user_errors():
+            collector = RestartingCollector(
+                partial(
+                    make_collector,
+                    create_env_fn=partial(
+                        make_env, args.task, device=args.device, overrides=args.env_overrides, asset_root=asset_root
+                    ),
+                    make_policy=partial(make_worker_policy, model_factory(args)),
+                    num_envs=args.num_envs,
+                    rollout_steps=args.rollout_steps,
+                    num_collectors=args.num_collectors,
+                    boundary_slots=args.boundary_slots,
+                    async_collection=args.async_collection,
+                    device=args.device,
+                    worker_timeout_s=args.worker_timeout,
+                ),
+                seed=args.seed,
+                max_restarts=args.max_worker_restarts,
+                first_version=checkpoint["policy_version"] if checkpoint else 0,
+            )
+            models = model_factory(args)(
+                observation_spec=collector.getattr_env("observation_spec"),
+                action_spec=collector.getattr_env("action_spec"),
+            )
             check_critic(models, args)
         advantage = accelerate(
             make_advantage(
@@ -291,13 +329,11 @@ def main(argv: list[str] | None = None) -> None:
         run_dir = make_run_dir(args, path)
         iteration, frames = (checkpoint["iteration"], checkpoint["frames"]) if checkpoint else (0, 0)
         logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=iteration)
-        rollouts = iter(collector)
         while iteration < args.iterations:
             iteration += 1
             schedule(objectives, iteration, args)
             with timeit("collect"):
-                collector.update_policy_weights_(models.collector_policy)
-                batch = next(rollouts).to(args.device)
+                batch = collector.collect(models.collector_policy).to(args.device)
             with timeit("learn"):
                 training = advantage(batch)
                 losses = [objective.learn(training) for objective in objectives]
@@ -306,27 +342,24 @@ def main(argv: list[str] | None = None) -> None:
             frames += batch["steps"].numel()
             metrics = summarize(iteration, frames, batch, training, losses, episodes, objectives, collector)
             logger.log(metrics, step=frames)
+            state = training_state(iteration, frames, collector, episodes, objectives, task_info, args)
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
-                state = {
-                    "iteration": iteration,
-                    "frames": frames,
-                    "policy_version": collector.policy_version,
-                    "episodes": episodes.state_dict(),
-                    "rng": GlobalRNGState().state_dict(),
-                    "config": vars(args),
-                    "task_info": task_info,
-                }
-                for objective in objectives:
-                    state |= objective.state_dict()
-                save_or_warn(checkpoint_path(run_dir, iteration), state, args.keep_checkpoints)
+                save_or_warn(run_dir, state, args.keep_checkpoints)
+    except (Interrupted, WorkerFault) as stop:
+        if state is not None:  # the last whole iteration: what was in flight is abandoned
+            save_or_warn(run_dir, state, args.keep_checkpoints)
+        print(farewell(stop, run_dir if state else None), file=sys.stderr, flush=True)
+        raise SystemExit(stop.exit_code if isinstance(stop, Interrupted) else 1) from None
     finally:
-        collector.shutdown()
+        if collector is not None:
+            collector.shutdown()
         if logger is not None:
             logger.close()
 
 
 if __name__ == "__main__":
     try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+        with interruptible():
+            main()
+    except Interrupted as stop:  # before the run began
+        sys.exit(stop.exit_code)

@@ -13,8 +13,10 @@ from isaaclab_rnn_ppo.utils.checkpoint import (
 )
 from isaaclab_rnn_ppo.utils.collectors import (
     AsyncCollector,
+    RestartingCollector,
     RolloutCollector,
     SyncCollector,
+    WorkerFault,
     bytes_of,
     make_collector,
     quiet_libraries,
@@ -28,6 +30,7 @@ from isaaclab_rnn_ppo.utils.models import Models, make_models
 from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
+from isaaclab_rnn_ppo.utils.signals import Interrupted, interruptible
 from isaaclab_rnn_ppo.utils.update import accelerate, compile_seconds, make_update, minibatches
 
 __all__ = [
@@ -36,14 +39,17 @@ __all__ = [
     "AdaptiveLR",
     "AsyncCollector",
     "EpisodeStatistics",
+    "Interrupted",
     "Models",
     "NormalizedValue",
     "Objective",
     "RecurrentPPOLoss",
+    "RestartingCollector",
     "RolloutCollector",
     "RunLogger",
     "RunningNormalizer",
     "SyncCollector",
+    "WorkerFault",
     "accelerate",
     "apply_schedules",
     "boundary_values",
@@ -54,6 +60,7 @@ __all__ = [
     "critic_flags",
     "find_checkpoint",
     "interleave",
+    "interruptible",
     "linear",
     "load_checkpoint",
     "load_model",

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import queue
 import signal
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import EnvBase
@@ -19,10 +24,24 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from isaaclab_rnn_ppo.utils.rollout import RolloutCollector, bytes_of, policy_from_worker_env, require_memory
 
-__all__ = ["RolloutCollector", "bytes_of", "make_collector", "quiet_libraries", "require_memory"]
+__all__ = [
+    "AsyncCollector",
+    "RestartingCollector",
+    "RolloutCollector",
+    "SyncCollector",
+    "WorkerFault",
+    "bytes_of",
+    "make_collector",
+    "quiet_libraries",
+    "require_memory",
+]
 
 # Isaac Lab needs 3-8 s to close; TorchRL terminates at 80 % and kills at 95 % of this.
 SHUTDOWN_TIMEOUT_S = 20.0
+
+
+class WorkerFault(RuntimeError):
+    """A worker died or does not answer."""
 
 
 class HeldWeightSync(MultiProcessWeightSyncScheme):
@@ -40,6 +59,11 @@ class HeldWeightSync(MultiProcessWeightSyncScheme):
     @model.setter
     def model(self, model: nn.Module) -> None:
         pass
+
+    def _wait_for_ack(self, worker_ids=None, timeout=None) -> None:
+        """Like the stock one of TorchRL 0.14.1, which waits for ever for a worker that is gone."""
+        for acks in self._ack_queues.values():
+            self.context.wait_for(acks)
 
 
 def _init_worker() -> None:
@@ -61,9 +85,27 @@ class _LearnerSide:
     ``_get_from_queue`` in ``AsyncCollector``; ``tests/test_collectors.py`` pins them.
     """
 
-    def __init__(self, *args, first_version: int, **kwargs):
-        self._version = first_version
+    def __init__(self, *args, first_version: int, worker_timeout_s: float, **kwargs):
+        self._version, self.worker_timeout_s = first_version, worker_timeout_s
         super().__init__(*args, **kwargs)
+
+    def wait_for(self, messages: Any) -> Any:
+        """Next entry of a worker's queue.
+
+        Raises:
+            WorkerFault: a worker died, or nothing came for ``worker_timeout_s``.
+        """
+        deadline = time.monotonic() + self.worker_timeout_s
+        while True:
+            try:
+                return messages.get(timeout=0.5)
+            except queue.Empty:
+                if not self.alive:
+                    raise WorkerFault("a worker died") from None
+                if time.monotonic() > deadline:
+                    raise WorkerFault(
+                        f"no worker answered for {self.worker_timeout_s:g} s (--worker-timeout)"
+                    ) from None
 
     @property
     def policy_version(self) -> int:
@@ -77,12 +119,31 @@ class _LearnerSide:
     def _run_processes(self) -> None:
         try:
             super()._run_processes()
+            self.queue_out = _WatchedQueue(self.queue_out, self)
         except BaseException:  # TorchRL cleans up on Exception only: Ctrl-C would leave workers behind
             self.shutdown(timeout=2.0, raise_on_error=False)
             raise
 
+    @property
+    def alive(self) -> bool:
+        """Whether every worker runs."""
+        return all(not process._closed and process.is_alive() for process in self.procs)
+
     def shutdown(self, timeout: float | None = None, **kwargs) -> None:
         super().shutdown(timeout=SHUTDOWN_TIMEOUT_S if timeout is None else timeout, **kwargs)
+
+
+class _WatchedQueue:
+    """A queue of rollouts whose ``get`` does not wait for a worker that is gone."""
+
+    def __init__(self, rollouts: Any, collector: _LearnerSide):
+        self._rollouts, self._collector = rollouts, collector
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._collector.wait_for(self._rollouts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rollouts, name)
 
 
 class SyncCollector(_LearnerSide, MultiSyncCollector):
@@ -128,6 +189,7 @@ def make_collector(
     device: torch.device | str = "cpu",
     seed: int = 0,
     first_version: int = 0,
+    worker_timeout_s: float = 600.0,
 ) -> SyncCollector | AsyncCollector:
     """Start the workers.
 
@@ -145,6 +207,7 @@ def make_collector(
         async_collection: collect while the learner works; a batch is then one worker's.
         device: of the env and the policy in the workers.
         first_version: policy version to count from (a resumed run's).
+        worker_timeout_s: a worker that sends nothing for longer counts as dead.
 
     Raises:
         ValueError: ``num_envs`` is not a multiple of ``num_collectors``, or memory cannot hold the
@@ -179,8 +242,71 @@ def make_collector(
         ),
         init_fn=_init_worker,
         first_version=first_version,
+        worker_timeout_s=worker_timeout_s,
         # Synchronous phases alternate, so both may use every core; overlapping ones share them.
         num_threads=max(1, cores - num_collectors) if async_collection else cores,
         num_sub_threads=1 if async_collection else max(1, cores // num_collectors),
         **({} if async_collection else {"cat_results": 0}),
     )
+
+
+class RestartingCollector:
+    """A collector whose workers are started again when one dies or hangs.
+
+    The interrupted batch is thrown away and collected again, from new episodes, with the current
+    weights and under the version that it would have had.
+
+    Args:
+        start: makes the collector; called as ``start(first_version=..., seed=...)``.
+        seed: of the first start; later ones take others, not to repeat what was seen.
+        max_restarts: over the whole run.
+        first_version: of the weights before the first push.
+
+    Attributes:
+        num_restarts: so far.
+    """
+
+    def __init__(
+        self, start: Callable[..., SyncCollector | AsyncCollector], *, seed: int, max_restarts: int, first_version: int
+    ):
+        self._start, self._seed, self.max_restarts, self.num_restarts = start, seed, max_restarts, 0
+        self.collector = start(first_version=first_version, seed=seed)
+        self._rollouts = None
+
+    def collect(self, policy: nn.Module) -> TensorDictBase:
+        """Push the weights of ``policy`` and return the next batch.
+
+        Raises:
+            WorkerFault: one more fault than ``max_restarts``.
+        """
+        version = self.collector.policy_version
+        while True:
+            try:
+                self.collector.update_policy_weights_(policy)
+                if self._rollouts is None:  # not before the first push: asynchronous workers start here
+                    self._rollouts = iter(self.collector)
+                return next(self._rollouts)
+            except RuntimeError as fault:  # TorchRL's own check raises no other
+                if self.collector.alive and not isinstance(fault, WorkerFault):
+                    raise
+                if self.num_restarts == self.max_restarts:
+                    raise WorkerFault(
+                        f"{fault}; {self.num_restarts} restarts were allowed (--max-worker-restarts)"
+                    ) from fault
+                self.num_restarts += 1
+                print(f"{fault}: restart {self.num_restarts} of {self.max_restarts}", file=sys.stderr, flush=True)
+                self.collector.shutdown(timeout=2.0, raise_on_error=False)
+                self._rollouts = None
+                self.collector = self._start(first_version=version, seed=self._seed + 10_000 * self.num_restarts)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights pushed last."""
+        return self.collector.policy_version
+
+    def getattr_env(self, name: str) -> Any:
+        """Attribute of the first worker's env; before the first ``collect`` only."""
+        return self.collector.getattr_env(name)
+
+    def shutdown(self) -> None:
+        self.collector.shutdown()

@@ -80,6 +80,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "collect the next batch while learning from this one: a batch is one collector's, and its policy "
             "is one update older for each collector",
         ),
+        "max_worker_restarts": _at_least(0, int, "times that a collector which died or hangs is started again"),
+        "worker_timeout": _positive(float, "seconds without an answer after which a collector counts as dead"),
         "boundary_slots": _positive(
             int, "final observations kept for an environment in a rollout: its end, and truncations inside"
         ),
