@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+from isaaclab_rnn_ppo.utils.assets import BUNDLED_TASKS
+from isaaclab_rnn_ppo.utils.config import CONFIG_DIR, parse_args
 from torch import nn
 
 pytestmark = pytest.mark.isaac
@@ -32,6 +34,14 @@ def make(task, num_envs, overrides=()):
 
     env = make_env(task, num_envs=num_envs, overrides=overrides, asset_root=resolve_asset_root("bundled")[0])
     return env, env.base_env._env.unwrapped
+
+
+def registered():
+    import gymnasium
+    import isaaclab_tasks  # noqa: F401
+    from isaaclab_rnn_ppo.utils import tasks  # noqa: F401
+
+    return {"ids": sorted(spec.id for spec in gymnasium.registry.values())}
 
 
 def groups(task):
@@ -153,6 +163,16 @@ def classify(x, label):
 
 
 # The tests.
+
+
+def test_every_preset_is_of_a_task_that_exists_and_resolves():
+    names = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if path.stem != "ppo")
+    assert len(names) >= 8 and set(names) <= set(probe("registered")["ids"])
+    assert {name for name in names if "Recall" in name or "NoVelocity" in name} <= BUNDLED_TASKS
+    for name in names:
+        assert parse_args(["--task", name]).task == name
+        untested = "# Untested here" in (CONFIG_DIR / f"{name}.yaml").read_text()
+        assert untested == (name not in BUNDLED_TASKS)
 
 
 @pytest.mark.parametrize(
