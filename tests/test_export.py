@@ -232,7 +232,7 @@ def test_the_deploy_loop_of_the_readme_runs(exported, tmp_path):
         (["--checkpoint", "{tmp}/nowhere"], ["nowhere", "neither a checkpoint file nor a run folder"]),
         (["--checkpoint", "best", "--log-dir", "{tmp}"], ["best", "--eval-interval"]),
         (["--checkpoint", "{dir}/lstm1.pt", "--format", "tflite"], ["--format", "tflite", "torchscript"]),
-        (["--checkpoint", "{dir}/lstm1.pt", "--out", "{tmp}"], ["--out", "a folder"]),
+        (["--checkpoint", "{dir}/lstm1.pt", "--out", "{tmp}"], ["--out", "Is a directory"]),
         (["--checkpoint", "{dir}/lstm1.pt", "--out", "{tmp}/truncated.pt/policy"], ["--out", "cannot be written"]),
         ([], ["--checkpoint"]),
     ],
@@ -242,8 +242,8 @@ def test_a_mistake_is_one_message_and_code_2(argv, parts, exported, tmp_path, ca
     (tmp_path / "truncated.pt").write_bytes(whole[: len(whole) // 2])
     torch.save({"weights": torch.zeros(3)}, tmp_path / "other.pt")
     checkpoint = make_checkpoint("--rnn", "lstm")
-    torch.save({key: value for key, value in checkpoint.items() if key != "task_info"}, tmp_path / "old.pt")
-    torch.save(checkpoint | {"task_info": TASK_INFO | {"num_actions": 4}}, tmp_path / "shapes.pt")
+    save_checkpoint(tmp_path / "old.pt", {key: value for key, value in checkpoint.items() if key != "task_info"})
+    save_checkpoint(tmp_path / "shapes.pt", checkpoint | {"task_info": TASK_INFO | {"num_actions": 4}})
     argv = [part.format(dir=exported, tmp=tmp_path) for part in argv]
     defaults = {"--format": "onnx", "--out": str(tmp_path / "out.onnx")}
     argv += [part for flag, value in defaults.items() if flag not in argv for part in (flag, value)]
@@ -257,9 +257,10 @@ def test_a_mistake_is_one_message_and_code_2(argv, parts, exported, tmp_path, ca
 
 def test_latest_and_best_choose_by_time(exported, tmp_path, capsys):
     checkpoint = make_checkpoint()
-    for k, name in enumerate(["run-a/checkpoints/iteration_0000010.pt", "run-b/checkpoints/best.pt"]):
+    names = ["a/checkpoints/iteration_0000010.pt", "b/checkpoints/iteration_0000005.pt", "b/checkpoints/best.pt"]
+    for k, name in enumerate(names):
         save_checkpoint(tmp_path / "Isaac-Cartpole" / name, checkpoint | {"iteration": k})
     settings = ["--log-dir", str(tmp_path), "--format", "torchscript", "--out", str(tmp_path / "policy.ts")]
-    for name, iteration in {"latest": 1, "best": 1, str(tmp_path / "Isaac-Cartpole" / "run-a"): 0}.items():
+    for name, iteration in {"latest": 1, "best": 2, str(tmp_path / "Isaac-Cartpole" / "a"): 0}.items():
         export_script.main(["--checkpoint", name, *settings])
         assert f"iteration {iteration})" in capsys.readouterr().out

@@ -7,7 +7,13 @@ from pathlib import Path
 from isaaclab_rnn_ppo.train import model_factory
 from isaaclab_rnn_ppo.utils.config import Parser, user_errors
 from isaaclab_rnn_ppo.utils.export import CHECK_STEPS, FORMATS, DeployablePolicy, export_policy, make_metadata
-from isaaclab_rnn_ppo.utils.restore import add_checkpoint_flags, open_checkpoint, resolve_checkpoint, restore_actor
+from isaaclab_rnn_ppo.utils.restore import (
+    add_checkpoint_flags,
+    check_output,
+    open_checkpoint,
+    resolve_checkpoint,
+    restore_actor,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,13 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         path = resolve_checkpoint(args.checkpoint, log_dir=args.log_dir, task=args.task)
         checkpoint = open_checkpoint(path, task=args.task)
         actor = restore_actor(checkpoint, model_factory)
-        if args.out.is_dir():
-            raise ValueError(f"--out {args.out}: a folder; name a file in it.")
-        try:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.open("ab").close()
-        except OSError as error:
-            raise ValueError(f"--out {args.out}: cannot be written ({error.strerror}).") from None
+        check_output("--out", args.out)
 
     policy = DeployablePolicy(actor, squash=checkpoint["config"]["action_dist"] == "tanh_normal")
     metadata = make_metadata(policy, checkpoint)

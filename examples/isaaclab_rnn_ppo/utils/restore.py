@@ -32,6 +32,22 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", default="runs", help="folder that holds the runs (default: %(default)s)")
 
 
+def check_output(flag: str, path: Path) -> None:
+    """Raise before the work, not after it, where ``path`` cannot be written.
+
+    Raises:
+        ValueError: names the flag and why.
+    """
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be written ({error.strerror}).") from None
+    if not existed:
+        path.unlink()
+
+
 def resolve_checkpoint(name: str, *, log_dir: str | Path = "runs", task: str | None = None) -> Path:
     """The file that ``--checkpoint name`` means.
 
@@ -44,7 +60,7 @@ def resolve_checkpoint(name: str, *, log_dir: str | Path = "runs", task: str | N
     """
     if name not in ("latest", "best"):
         return find_checkpoint(name, flag=_FLAG)
-    pattern = f"{task or '*'}/*/{CHECKPOINT_DIR}/{BEST_NAME if name == 'best' else '*.pt'}"
+    pattern = f"{task or '*'}/*/{CHECKPOINT_DIR}/{BEST_NAME if name == 'best' else 'iteration_*.pt'}"
     found = sorted(Path(log_dir).glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
         hint = "; training writes it with --eval-interval" if name == "best" else ""
