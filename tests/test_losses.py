@@ -219,7 +219,10 @@ OPTIONS = {
         "critic_obs": "critic",
     },
 }
-MODEL_OPTIONS = "rnn num_layers embedding head_hidden memory_horizon rnn_recompute action_dist normalize_obs normalize_value critic_obs"
+MODEL_OPTIONS = (
+    "rnn num_layers embedding head_hidden memory_horizon rnn_recompute action_dist normalize_obs normalize_value "
+    "critic_obs"
+)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
