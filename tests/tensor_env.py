@@ -58,7 +58,8 @@ class TableEnv(EnvBase):
         return TensorDict(self._observe(self.tables[0][self.k % len(self.tables[0])]), self.batch_size)
 
     def _step(self, tensordict):
-        time.sleep(self.delay_s)
+        if self.delay_s:
+            time.sleep(self.delay_s)
         roots, finals, ends, rewards = self.tables
         row = self.k % len(ends)
         self.k += 1

@@ -140,8 +140,12 @@ class RolloutCollector(Collector):
         )
         require_memory(bytes_of(batch) / n, device=self.env.device, **self._memory_envs)
         self._final_rollout = batch.to(self.storing_device).clone()
-        self._length = torch.zeros(n, device=self.storing_device)
-        self._num_finals = torch.zeros(n, dtype=torch.long, device=self.storing_device)
+        stored = self._final_rollout["steps"]
+        roots = (*self._groups, "is_init", "action", "action_log_prob")
+        self._storages = [(key, stored[key]) for key in roots]
+        self._next_storages = dict(stored["next"].items())
+        self._num_finals, self._first_step = torch.zeros(2, n, dtype=torch.long, device=self.storing_device)
+        self._num_steps = 0
 
     def update_policy_weights_(self, policy_or_weights: TensorDictBase, **kwargs) -> None:
         """Take the weights for the next rollout. Called from TorchRL's receiver thread."""
@@ -174,50 +178,49 @@ class RolloutCollector(Collector):
         return batch
 
     def _collect_step(self, t: int) -> None:
-        steps = self._final_rollout["steps"]
         chosen = self.policy(self._carrier)
-        for key in (*self._groups, "is_init", "action", "action_log_prob"):
-            steps.get(key)[:, t].copy_(chosen.get(key))
+        for key, storage in self._storages:
+            storage[:, t].copy_(chosen.get(key))
         stepped, self._carrier = self.env.step_and_maybe_reset(chosen.select(*self._to_env))
-        following, stored = stepped.get("next"), steps.get("next")
-        for key in ("reward", "done", "terminated"):
-            stored.get(key)[:, t].copy_(following.get(key))
-        # From here on with the flags in host memory, and only the rows that ended: most steps have none.
-        done, terminated = stored.get("done")[:, t, 0], stored.get("terminated")[:, t, 0]
-        self._store_finals(t, following, done, terminated)
-        self._count_episodes(following, done.nonzero().squeeze(1))
+        following = stepped.get("next")
+        for key, storage in self._next_storages.items():
+            storage[:, t].copy_(following.get(key))
+        # From here on with the flags in host memory, and only the rows that need it: most steps have none.
+        ended = self._next_storages["done"][:, t, 0].nonzero().squeeze(1)
+        goes_on = ~self._next_storages["terminated"][:, t, 0]
+        cut = goes_on.nonzero().squeeze(1) if t == self.frames_per_batch - 1 else ended[goes_on[ended]]
+        if len(cut):
+            self._store_finals(t, following, cut)
+        self._num_steps += 1
+        if len(ended):
+            self._count_episodes(following, ended)
 
-    def _store_finals(self, t: int, following: TensorDictBase, done: Tensor, terminated: Tensor) -> None:
-        """Keep the true next observation where step ``t`` is cut and not terminated."""
+    def _store_finals(self, t: int, following: TensorDictBase, envs: Tensor) -> None:
+        """Keep the true next observation of ``envs``, which step ``t`` cuts without terminating them."""
         final, end_slot = self._final_rollout["final"], self.boundary_slots - 1
+        observations = [following.get(key)[envs.to(following.device)].to(envs.device) for key in self._groups]
+        keep = torch.cat([observation.flatten(1) for observation in observations], 1).isfinite().all(1)
         if t == self.frames_per_batch - 1:
-            envs = (~terminated).nonzero().squeeze(1)
+            envs = envs[keep]
             slots = torch.full_like(envs, end_slot)
         else:
-            envs = (done & ~terminated & (self._num_finals < end_slot)).nonzero().squeeze(1)
+            keep &= self._num_finals[envs] < end_slot
+            envs = envs[keep]
             slots = self._num_finals[envs]
-        if not len(envs):
-            return
-        observations = {key: following.get(key)[envs.to(following.device)].to(envs.device) for key in self._groups}
-        known = torch.stack([o.flatten(1).isfinite().all(1) for o in observations.values()]).all(0)
-        envs, slots = envs[known], slots[known]
-        for key, observation in observations.items():
-            final.get(key)[envs, slots] = observation[known]
+            self._num_finals[envs] += 1
+        for key, observation in zip(self._groups, observations):
+            final.get(key)[envs, slots] = observation[keep]
         final.get("time")[envs, slots] = t
         final.get("valid")[envs, slots] = True
-        self._num_finals[envs] += 1
 
     def _count_episodes(self, following: TensorDictBase, ended: Tensor) -> None:
-        self._length += 1
-        if not len(ended):
-            return
         sums, rows = self._final_rollout["episodes"], ended.to(following.device)
         sums.get("count")[ended] += 1
-        sums.get("length")[ended] += self._length[ended]
+        sums.get("length")[ended] += self._num_steps - self._first_step[ended]
         sums.get("return")[ended] += following.get("episode_reward")[rows, 0].to(ended.device)
         if self._num_log:
             sums.get("log")[ended] += following.get("log")[rows].to(ended.device)
-        self._length[ended] = 0
+        self._first_step[ended] = self._num_steps
 
 
 def require_memory(
