@@ -191,7 +191,8 @@ def compile_seconds(name: str, **sizes) -> dict:
 
 def environment() -> dict:
     """Hardware and versions that the figures belong to."""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return {
         "cpu": cpu or platform.processor(),
         "cores": os.cpu_count(),

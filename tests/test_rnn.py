@@ -355,7 +355,7 @@ def test_recurrent_mode_reads_only_the_first_state_and_writes_none(cell):
     window = make_window(core)
     with set_recurrent_mode(True):
         output = core(window.clone())
-        assert "next" not in output.keys()
+        assert "next" not in output
         poisoned = window.clone()
         for key in core.state_keys:
             assert window[key].untyped_storage().nbytes() == 4 * 2 * 16 * 4  # still expanded: one step's bytes
@@ -460,7 +460,7 @@ def test_backend_names():
     assert resolve_backend("auto", "cpu") == "scan"
     assert resolve_backend("auto", "cuda:0") == "triton"
     assert resolve_backend("pad", "cpu") == "pad"
-    with pytest.raises(ValueError, match="--rnn-backend 'cudnn'.*auto, pad, scan, triton"):
+    with pytest.raises(ValueError, match=r"--rnn-backend 'cudnn'.*auto, pad, scan, triton"):
         LSTM(3, 4, backend="cudnn")
 
 

@@ -51,7 +51,9 @@ def test_matches_the_reference(cell, kind, recompute):
     check(cell, kind=kind, envs=7, steps=9, hidden=48, recompute=recompute)
 
 
-@pytest.mark.parametrize("envs,steps,hidden,layers", [(1, 1, 1, 1), (7, 9, 1, 1), (7, 1, 48, 1), (7, 3, 256, 1), (3, 5, 48, 3)])
+@pytest.mark.parametrize(
+    "envs,steps,hidden,layers", [(1, 1, 1, 1), (7, 9, 1, 1), (7, 1, 48, 1), (7, 3, 256, 1), (3, 5, 48, 3)]
+)
 @pytest.mark.parametrize("cell", CORES)
 def test_matches_the_reference_at_the_corners(cell, envs, steps, hidden, layers):
     check(cell, kind="consecutive", envs=envs, steps=steps, hidden=hidden, layers=layers)

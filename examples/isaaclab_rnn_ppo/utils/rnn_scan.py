@@ -102,7 +102,7 @@ def _lstm_scan(
     save: bool,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs [T, N, H], final cell state, and for the backward gates [T, N, 4H] and cells entering a step [T, N, H]."""
+    """Outputs [T, N, H], c_n, and for the backward the gates [T, N, 4H] and the cells entering each step [T, N, H]."""
     with torch.autocast(x.device.type, enabled=False), torch.no_grad():
         steps, envs, hidden = *reset.shape, w_hh.shape[1]
         mixed = x.dtype != c0.dtype
