@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from isaaclab_rnn_ppo import train
+from isaaclab_rnn_ppo.utils.learner import Objective
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
 from isaaclab_rnn_ppo.utils.update import Replay, make_update
 from tensordict import TensorDict
@@ -114,11 +114,11 @@ def test_target_kl_leaves_out_the_remaining_epochs():
     def update(minibatch):
         return {"kl": torch.tensor(next(kls)), "loss_policy": torch.tensor(1.0)}
 
-    metrics = train.learn(batch, update, num_epochs=3, num_minibatches=2, target_kl=0.03)
+    metrics = Objective("model", None, None, update, num_epochs=3, num_minibatches=2, target_kl=0.03).learn(batch)
     # Epoch means: 0.015, then 0.035, which is above the target, so the third epoch is left out.
     assert int(metrics["epochs_done"]) == 2
     assert float(metrics["kl"]) == pytest.approx(0.025)
     assert float(metrics["loss_policy"]) == 1.0
     kls = iter([0.5] * 4)
-    metrics = train.learn(batch, update, num_epochs=2, num_minibatches=2)
+    metrics = Objective("model", None, None, update, num_epochs=2, num_minibatches=2).learn(batch)
     assert float(metrics["kl"]) == 0.5 and "epochs_done" not in metrics
