@@ -18,6 +18,7 @@ from isaaclab_rnn_ppo.utils.evaluate import (
     NoEvaluation,
     PeriodicEvaluation,
     count_episodes,
+    evaluation_overrides,
     make_evaluation_policy,
     policy_weights,
 )
@@ -171,6 +172,14 @@ def test_sizes_that_changed_are_a_users_mistake():
     make_evaluation_policy(make_test_actor, True, {"policy": NUM_OBS, "action": 2}, **specs)
     with pytest.raises(ValueError, match=r"trained with sizes .*'policy': 5.* now has .*'policy': 3"):
         make_evaluation_policy(make_test_actor, True, {"policy": 5, "action": 2}, **specs)
+
+
+def test_what_an_evaluation_is_given_wins_over_the_overrides_of_training():
+    trained = ["env.episode_length_s=8.0", "env.scene.num_envs=512", "env.seed=3", "physics=newton_mjwarp"]
+    assert evaluation_overrides(trained, ["env.episode_length_s=2.0"]) == [
+        "physics=newton_mjwarp",
+        "env.episode_length_s=2.0",
+    ]
 
 
 class FakeEvaluator:

@@ -120,14 +120,6 @@ def test_files_have_the_length_and_the_pictures_they_were_given(tmp_path):
         assert np.abs(np.asarray(gif.convert("RGB")).astype(int) - frames[28]).mean() < 5
 
 
-def test_what_play_is_given_wins_over_the_overrides_of_training():
-    trained = ["env.episode_length_s=8.0", "env.scene.num_envs=512", "env.seed=3", "physics=newton_mjwarp"]
-    assert play.merge_overrides(trained, ["env.episode_length_s=2.0"]) == [
-        "physics=newton_mjwarp",
-        "env.episode_length_s=2.0",
-    ]
-
-
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isaaclab_rnn_ppo.train import model_factory
+from isaaclab_rnn_ppo.train import make_actor, model_factory
 from isaaclab_rnn_ppo.utils import make_env, quiet_libraries, resolve_asset_root
 from isaaclab_rnn_ppo.utils.config import Parser, resolve_device, user_errors
-from isaaclab_rnn_ppo.utils.evaluate import Evaluator, policy_weights
+from isaaclab_rnn_ppo.utils.evaluate import Evaluator, evaluation_overrides, policy_weights
 from isaaclab_rnn_ppo.utils.restore import (
     add_checkpoint_flags,
     check_output,
@@ -80,12 +80,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def merge_overrides(trained: list[str], given: list[str]) -> list[str]:
-    """The overrides of training, where nothing else is given; the number of envs is play's own."""
-    keys = {"env.scene.num_envs", "env.seed"} | {token.partition("=")[0] for token in given}
-    return [token for token in trained if token.partition("=")[0] not in keys] + given
-
-
 def print_report(report: dict[str, Any], console: Console) -> None:
     table = Table("", "mean", "std", "min", "max", title=f"{report['task']}, iteration {report['iteration']}")
     for name in ("return", "length_steps"):
@@ -122,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
                 make_env,
                 settings.task,
                 device=args.device,
-                overrides=merge_overrides(settings.env_overrides, args.env_overrides),
+                overrides=evaluation_overrides(settings.env_overrides, args.env_overrides),
                 asset_root=asset_root,
                 configure=partial(add_camera, width=width, height=height) if args.record else None,
             ),
@@ -159,11 +153,6 @@ def main(argv: list[str] | None = None) -> None:
             write_mp4(args.video, video, fps)
         if args.gif is not None:
             write_gif(args.gif, video, fps)
-
-
-def make_actor(factory, **specs):
-    """What the worker runs."""
-    return factory(**specs).actor
 
 
 if __name__ == "__main__":

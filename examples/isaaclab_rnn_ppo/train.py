@@ -26,6 +26,7 @@ from isaaclab_rnn_ppo.utils import (
     EpisodeStatistics,
     Interrupted,
     Models,
+    NoEvaluation,
     Objective,
     RestartingCollector,
     RunLogger,
@@ -37,11 +38,13 @@ from isaaclab_rnn_ppo.utils import (
     checkpoint_path,
     compile_seconds,
     critic_flags,
+    evaluation_overrides,
     interruptible,
     make_advantage,
     make_collector,
     make_critic_loss,
     make_env,
+    make_evaluation,
     make_loss,
     make_models,
     make_optimizer,
@@ -103,6 +106,11 @@ def model_factory(args: argparse.Namespace) -> Callable[..., Models]:
 def make_worker_policy(factory: Callable[..., Models], **specs) -> nn.Module:
     """What a worker runs."""
     return factory(**specs).collector_policy
+
+
+def make_actor(factory: Callable[..., Models], **specs) -> nn.Module:
+    """What an evaluation runs."""
+    return factory(**specs).actor
 
 
 def make_objectives(models: Models, args: argparse.Namespace) -> list[Objective]:
@@ -279,14 +287,14 @@ def main(argv: list[str] | None = None) -> None:
 
     # The simulator lives in the collector's subprocesses; the specs come back from there.
     collector = logger = state = run_dir = None
+    evaluation: Any = NoEvaluation()
+    create_env_fn = partial(make_env, args.task, device=args.device, asset_root=asset_root)
     try:
         with user_errors():
             collector = RestartingCollector(
                 partial(
                     make_collector,
-                    create_env_fn=partial(
-                        make_env, args.task, device=args.device, overrides=args.env_overrides, asset_root=asset_root
-                    ),
+                    create_env_fn=partial(create_env_fn, overrides=args.env_overrides),
                     make_policy=partial(make_worker_policy, model_factory(args)),
                     num_envs=args.num_envs,
                     rollout_steps=args.rollout_steps,
@@ -329,6 +337,15 @@ def main(argv: list[str] | None = None) -> None:
         run_dir = make_run_dir(args, path)
         iteration, frames = (checkpoint["iteration"], checkpoint["frames"]) if checkpoint else (0, 0)
         logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=iteration)
+        evaluation = make_evaluation(
+            create_env_fn=partial(create_env_fn, overrides=evaluation_overrides(args.env_overrides)),
+            make_actor=partial(make_actor, model_factory(args)),
+            interval=args.eval_interval,
+            num_envs=args.eval_num_envs,
+            run_dir=run_dir,
+            device=args.device,
+            seed=args.seed,
+        )
         while iteration < args.iterations:
             iteration += 1
             schedule(objectives, iteration, args)
@@ -341,8 +358,9 @@ def main(argv: list[str] | None = None) -> None:
                     models.update_normalizers(training["steps"])
             frames += batch["steps"].numel()
             metrics = summarize(iteration, frames, batch, training, losses, episodes, objectives, collector)
-            logger.log(metrics, step=frames)
             state = training_state(iteration, frames, collector, episodes, objectives, task_info, args)
+            metrics |= evaluation.step(models.actor, state, last=iteration == args.iterations)
+            logger.log(metrics, step=frames)
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
                 save_or_warn(run_dir, state, args.keep_checkpoints)
     except (Interrupted, WorkerFault) as stop:
@@ -355,6 +373,7 @@ def main(argv: list[str] | None = None) -> None:
             collector.shutdown()
         if logger is not None:
             logger.close()
+        evaluation.close()
 
 
 if __name__ == "__main__":

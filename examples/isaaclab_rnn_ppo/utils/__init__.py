@@ -23,6 +23,7 @@ from isaaclab_rnn_ppo.utils.collectors import (
 )
 from isaaclab_rnn_ppo.utils.config import critic_flags, parse_args, user_errors
 from isaaclab_rnn_ppo.utils.envs import make_env
+from isaaclab_rnn_ppo.utils.evaluate import NoEvaluation, evaluation_overrides, make_evaluation
 from isaaclab_rnn_ppo.utils.learner import Objective, apply_schedules
 from isaaclab_rnn_ppo.utils.logging import EpisodeStatistics, RunLogger
 from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_critic_loss, make_loss
@@ -41,6 +42,7 @@ __all__ = [
     "EpisodeStatistics",
     "Interrupted",
     "Models",
+    "NoEvaluation",
     "NormalizedValue",
     "Objective",
     "RecurrentPPOLoss",
@@ -58,6 +60,7 @@ __all__ = [
     "checkpoint_path",
     "compile_seconds",
     "critic_flags",
+    "evaluation_overrides",
     "find_checkpoint",
     "interleave",
     "interruptible",
@@ -68,6 +71,7 @@ __all__ = [
     "make_collector",
     "make_critic_loss",
     "make_env",
+    "make_evaluation",
     "make_loss",
     "make_models",
     "make_optimizer",

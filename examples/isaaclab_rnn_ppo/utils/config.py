@@ -170,6 +170,10 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "checkpoint_interval": _positive(int, "iterations between checkpoints"),
         "keep_checkpoints": _positive(int, "number of checkpoints that are kept"),
+        "eval_interval": _positive(
+            int, "iterations between evaluations, beside training in a process of their own (null: none)"
+        ),
+        "eval_num_envs": _positive(int, "environments of an evaluation; each plays one episode"),
         "resume": Flag(str, "checkpoint file or run folder to continue, or auto: the task's latest run, if any"),
     },
 }

@@ -23,12 +23,17 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from isaaclab_rnn_ppo.utils.checkpoint import load_checkpoint, save_checkpoint
+from isaaclab_rnn_ppo.utils.checkpoint import CHECKPOINT_DIR, load_checkpoint, save_checkpoint
 from isaaclab_rnn_ppo.utils.collectors import make_collector
 from isaaclab_rnn_ppo.utils.video import CameraFrames
 
 TERMINATION_PREFIX = "Episode_Termination/"
 BACKGROUND_NICENESS = 19
+SEED_OFFSET = 1000
+"""From a run's seed to that of its evaluation."""
+
+BEST_NAME = "best.pt"
+"""In a run's ``checkpoints``: the one with the highest evaluation return."""
 
 
 class EvaluationPolicy(TensorDictModuleBase):
@@ -373,6 +378,43 @@ class PeriodicEvaluation:
     def _shutdown(self) -> None:
         if self._evaluator.exception() is None:
             self._evaluator.result().shutdown()
+
+
+def make_evaluation(
+    *,
+    create_env_fn: Callable[..., EnvBase],
+    make_actor: Callable[..., TensorDictModuleBase],
+    interval: int | None,
+    num_envs: int,
+    run_dir: Path,
+    device: torch.device | str,
+    seed: int,
+) -> PeriodicEvaluation | NoEvaluation:
+    """Evaluation beside training; with ``interval`` None there is none.
+
+    Args:
+        create_env_fn, make_actor, num_envs, device: see ``Evaluator``.
+        run_dir: gets ``checkpoints/best.pt``.
+        seed: of training; the evaluation's is another.
+    """
+    if interval is None:
+        return NoEvaluation()
+    make_evaluator = partial(
+        Evaluator,
+        create_env_fn=create_env_fn,
+        make_actor=make_actor,
+        num_envs=num_envs,
+        background=True,
+        device=device,
+        seed=seed + SEED_OFFSET,
+    )
+    return PeriodicEvaluation(make_evaluator, interval=interval, best_path=run_dir / CHECKPOINT_DIR / BEST_NAME)
+
+
+def evaluation_overrides(trained: Sequence[str], given: Sequence[str] = ()) -> list[str]:
+    """The task overrides of training, where ``given`` has no other; number of envs and seed are an evaluation's own."""
+    keys = {"env.scene.num_envs", "env.seed"} | {token.partition("=")[0] for token in given}
+    return [token for token in trained if token.partition("=")[0] not in keys] + list(given)
 
 
 class NoEvaluation:

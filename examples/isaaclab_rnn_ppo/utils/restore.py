@@ -10,11 +10,9 @@ from typing import Any
 from tensordict.nn import TensorDictModuleBase
 
 from isaaclab_rnn_ppo.utils.checkpoint import CHECKPOINT_DIR, find_checkpoint, load_checkpoint, load_model
+from isaaclab_rnn_ppo.utils.evaluate import BEST_NAME
 from isaaclab_rnn_ppo.utils.models import Models
 from isaaclab_rnn_ppo.utils.task_info import specs_of
-
-BEST_NAME = "best.pt"
-"""In a run's ``checkpoints``: the one with the highest evaluation return."""
 
 _FLAG = "--checkpoint"
 _ACTOR_PREFIX = "actor_network."  # of TorchRL's PPO losses
