@@ -123,7 +123,9 @@ def test_what_the_worker_holds_across_steps():
     Not counted: the weights, the env's own tables, and the bounds in TorchRL's specs of the env, which are
     constants that any TorchRL env has.
     """
-    known = {id(thing) for thing in gc.get_objects()}
+    gc.collect()
+    existing = gc.get_objects()  # kept until the end: an id is unique only while its object lives
+    known = {id(thing) for thing in existing}
     env = make_random_env(32, num_obs=60, num_actions=8, num_steps=64, end_rate=0.05)
     policies, calls, held = [], [], []
 
