@@ -73,6 +73,11 @@ def test_auto_without_any_root_says_what_to_do(no_server):
         resolve_asset_root("auto", task="Isaac-Humanoid")
 
 
+def test_a_misspelt_task_without_any_root_gets_the_nearest_names(no_server):
+    with pytest.raises(ValueError, match=r"no assets for Isaac-Cartpol\b.*Nearest names .*: Isaac-Cartpole,"):
+        resolve_asset_root("auto", task="Isaac-Cartpol")
+
+
 def test_a_server_that_accepts_and_never_answers_costs_three_seconds(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(assets, "_official_root", lambda: f"http://127.0.0.1:{silent.getsockname()[1]}")

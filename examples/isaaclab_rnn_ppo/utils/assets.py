@@ -8,6 +8,7 @@ Isaac Lab or Newton; their files are found through ``importlib``.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -97,11 +98,14 @@ def resolve_asset_root(choice: str = "auto", *, task: str | None = None) -> tupl
     if task is None or task in BUNDLED_TASKS:
         root = str(build_bundled_root())
         return root, f"assets: {root} (bundled, {silent})"
+    # Whether such a task exists at all, only the simulator knows: it may be one of these, misspelt.
+    near = difflib.get_close_matches(task, BUNDLED_TASKS, n=3, cutoff=0.8)
+    nearest = f" Nearest names of tasks that the bundled root covers: {', '.join(near)}." if near else ""
     raise ValueError(
         f"--asset-root auto: no assets for {task}: {ASSET_ROOT_ENV} is not set, {silent} ({root}), and the robots "
         f"and scenes of {task} are not in the bundled root, which holds {_listed([_CARTPOLE, _ANT, _GROUND_PLANE])} "
         f"for {_listed(BUNDLED_TASKS)}. Point --asset-root or {ASSET_ROOT_ENV} at a local mirror of the server: "
-        "a folder with `Isaac/` in it."
+        f"a folder with `Isaac/` in it.{nearest}"
     )
 
 
