@@ -74,7 +74,7 @@ def test_auto_without_any_root_says_what_to_do(no_server):
 
 
 def test_a_misspelt_task_without_any_root_gets_the_nearest_names(no_server):
-    with pytest.raises(ValueError, match=r"no assets for Isaac-Cartpol\b.*Nearest names .*: Isaac-Cartpole,"):
+    with pytest.raises(ValueError, match=r"no assets for Isaac-Cartpol\b.*Nearest names .*: Isaac-Cartpole\."):
         resolve_asset_root("auto", task="Isaac-Cartpol")
 
 
