@@ -5,7 +5,6 @@ Shapes: N envs, T steps, L layers, H hidden, A actions, * any batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,16 +121,14 @@ def make_mlp(in_features: int, hidden: Sequence[int], out_features: int | None, 
 
 
 def init_memory(core: RecurrentCore, horizon_steps: float) -> None:
-    """Start the units of a core with time constants from 2 to ``horizon_steps``, evenly spread in their logarithm.
+    """Start the units of a core with time constants spread over 1..``horizon_steps``.
 
-    After the chrono initialisation (Tallec and Ollivier, 2018, arXiv:1804.11188), which spreads the
-    time constants themselves: that leaves hardly a fast unit, and control needs those too. With
-    PyTorch's own biases a unit forgets half of its state at every step, and no gradient reaches a cue
-    20 steps back.
+    Chrono initialisation (Tallec and Ollivier, 2018, arXiv:1804.11188): with PyTorch's own biases a
+    unit forgets half of its state at every step, and no gradient reaches a cue 20 steps back.
     """
     for layer in range(core.num_layers):
         bias_ih, bias_hh = getattr(core, f"bias_ih_l{layer}"), getattr(core, f"bias_hh_l{layer}")
-        spread = torch.empty(core.hidden_size).uniform_(0.0, math.log(horizon_steps - 1.0))
+        spread = torch.empty(core.hidden_size).uniform_(1.0, max(1.0, horizon_steps - 1.0)).log()
         # Gates in order: LSTM input, forget, cell, output; GRU reset, update, new. GRU's update gate keeps.
         with torch.no_grad():
             keep = slice(core.hidden_size, 2 * core.hidden_size)
