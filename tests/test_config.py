@@ -34,6 +34,17 @@ def test_compile_without_a_mode_is_default():
     assert parse_args(CPU).compile is None
 
 
+def test_max_autotune_unrolls_short_windows_only():
+    """On the CPU; what was typed stays."""
+    backends = {
+        steps: parse_args([*CPU, "--compile", "max-autotune", "--rollout-steps", steps]).rnn_backend
+        for steps in ("32", "33")
+    }
+    assert backends == {"32": "unroll", "33": "scan"}
+    assert parse_args([*CPU, "--compile", "max-autotune", "--rnn-backend", "scan"]).rnn_backend == "scan"
+    assert parse_args([*CPU, "--compile", "max-autotune", "--rnn", "gru"]).rnn_backend == "scan"
+
+
 def test_number_of_envs():
     assert parse_args(CPU).num_envs == 256
     args = parse_args([*CPU, "env.scene.num_envs=32", "env.sim.dt=0.01"])
@@ -60,6 +71,8 @@ def test_help_gives_every_flag_its_default():
         ("--num-envs 16 env.scene.num_envs=32", ["--num-envs 16", "env.scene.num_envs=32"]),
         ("env.scene.num_envs=many", ["env.scene.num_envs=many", "whole number"]),
         ("--rnn-backend triton", ["--rnn-backend", "triton", "CUDA"]),
+        ("--rnn-backend unroll --rnn gru", ["--rnn-backend unroll", "--rnn lstm"]),
+        ("--rnn-backend pad --rnn-recompute", ["--rnn-recompute", "--rnn-backend pad"]),
         ("--clip-grad-norm -1", ["--clip-grad-norm -1", "above 0"]),
         ("--clip-grad-norm nan", ["--clip-grad-norm nan", "above 0"]),
         ("--gamma 1.5", ["--gamma 1.5", "from 0 to 1"]),

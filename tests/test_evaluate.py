@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from isaaclab_rnn_ppo.utils import load_checkpoint
+from isaaclab_rnn_ppo.utils import WorkerFault, load_checkpoint
 from isaaclab_rnn_ppo.utils.evaluate import (
     Evaluation,
     EvaluationPolicy,
@@ -265,3 +265,24 @@ def test_without_evaluation_nothing_is_added():
     evaluation = NoEvaluation()
     assert evaluation.step(torch.nn.Linear(1, 1), {"iteration": 1}) == {}
     evaluation.close()
+
+
+def test_an_evaluation_whose_worker_died_starts_again(tmp_path):
+    """Training goes on: a lost evaluation is a warning, and the next one has a simulator of its own."""
+    evaluators = [FakeEvaluator(), FakeEvaluator()]
+    made = iter(evaluators)
+    evaluation = PeriodicEvaluation(lambda: next(made), interval=1, best_path=tmp_path / "best.pt")
+    actor = torch.nn.Linear(1, 1)
+    actor.in_keys = actor.out_keys = []
+
+    def die(weights):
+        raise WorkerFault("a worker died")
+
+    evaluators[0].evaluate = die
+    with pytest.warns(UserWarning, match="evaluation of iteration 1 lost: a worker died"):
+        assert math.isnan(evaluation.step(actor, {"iteration": 1}, last=True)["eval/return"])
+    evaluators[1].results = [2.0]
+    evaluators[1].may_end.release()
+    assert evaluation.step(actor, {"iteration": 2}, last=True)["eval/return"] == 2.0
+    evaluation.close()
+    assert evaluators[0].closed and evaluators[1].closed

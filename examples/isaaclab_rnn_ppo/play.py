@@ -15,7 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from isaaclab_rnn_ppo.train import make_actor, model_factory
-from isaaclab_rnn_ppo.utils import make_env, quiet_libraries, resolve_asset_root
+from isaaclab_rnn_ppo.utils import (
+    Interrupted,
+    WorkerFault,
+    interruptible,
+    make_env,
+    quiet_libraries,
+    resolve_asset_root,
+)
 from isaaclab_rnn_ppo.utils.config import Parser, resolve_device, user_errors
 from isaaclab_rnn_ppo.utils.evaluate import Evaluator, evaluation_overrides, policy_weights
 from isaaclab_rnn_ppo.utils.restore import (
@@ -131,6 +138,9 @@ def main(argv: list[str] | None = None) -> None:
     frames: list[np.ndarray] = []
     try:
         result = evaluator.evaluate(policy_weights(actor), episodes_per_env=args.episodes, on_frames=frames.append)
+    except WorkerFault as fault:
+        print(f"play.py: error: {fault}", file=sys.stderr)
+        raise SystemExit(1) from None
     finally:
         evaluator.shutdown()
 
@@ -157,6 +167,7 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+        with interruptible():
+            main()
+    except Interrupted as stop:
+        sys.exit(stop.exit_code)

@@ -85,6 +85,7 @@ def model_factory(args: argparse.Namespace) -> Callable[..., Models]:
         num_layers=args.num_layers,
         rnn=args.rnn,
         rnn_backend=args.rnn_backend,
+        rnn_recompute=args.rnn_recompute,
         embedding=args.actor_hidden,
         head_hidden=args.head_hidden,
         activation=args.activation,

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
-from isaaclab_rnn_ppo.utils.rnn import resolve_backend
+from isaaclab_rnn_ppo.utils.rnn import BACKENDS, resolve_backend
 from isaaclab_rnn_ppo.utils.schedules import LR_SCHEDULES
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES
 
@@ -91,8 +91,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "rnn_backend": Flag(
             str,
             "how the core runs over a window when learning; collecting always takes one fused step",
-            choices=("auto", "pad", "scan", "triton"),
+            choices=BACKENDS,
         ),
+        "rnn_recompute": Flag(bool, "recompute the gates in the backward pass: less memory, more time"),
         "hidden_size": _positive(int, "hidden units of the core"),
         "num_layers": _positive(int, "layers of the core"),
         "actor_hidden": _widths("widths of the MLP before the core, comma-separated"),
@@ -353,12 +354,30 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
             f"--freeze-normalizer-after {args.freeze_normalizer_after}: nothing is normalised; add --normalize-obs "
             "or --normalize-value."
         )
+    if args.rnn_backend == "pad" and args.rnn_recompute:
+        parser.error("--rnn-recompute: --rnn-backend pad keeps what torch's own kernels keep; use scan.")
+    if args.rnn_backend == "unroll" and (args.rnn != "lstm" or args.rnn_recompute or args.amp == "bf16"):
+        parser.error("--rnn-backend unroll: is for --rnn lstm in float32, without --rnn-recompute; use scan.")
+    if args.rnn_backend == "auto" and _unrolling_pays(args):
+        args.rnn_backend = "unroll"
     try:
         args.rnn_backend = resolve_backend(args.rnn_backend, torch.device(args.device))
     except ValueError as error:
         parser.error(str(error))
     if args.resume not in (None, "auto") and not Path(args.resume).exists():
         parser.error(f"--resume {args.resume}: no such file or folder.")
+
+
+def _unrolling_pays(args: argparse.Namespace) -> bool:
+    """Whether a long compilation buys a faster loop over time than `scan`: see knowledge_base/COMPILE.md."""
+    return (
+        args.compile == "max-autotune"
+        and args.device == "cpu"
+        and args.rnn == "lstm"
+        and not args.rnn_recompute
+        and args.amp != "bf16"
+        and args.rollout_steps <= 32
+    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

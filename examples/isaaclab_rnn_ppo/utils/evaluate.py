@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torchrl.envs.transforms import Transform
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from isaaclab_rnn_ppo.utils.checkpoint import CHECKPOINT_DIR, load_checkpoint, save_checkpoint
-from isaaclab_rnn_ppo.utils.collectors import make_collector
+from isaaclab_rnn_ppo.utils.collectors import WorkerFault, make_collector
 from isaaclab_rnn_ppo.utils.video import CameraFrames
 
 TERMINATION_PREFIX = "Episode_Termination/"
@@ -328,8 +329,11 @@ class PeriodicEvaluation:
         best_path: Path,
     ):
         self.interval, self.best_path = interval, best_path
-        self.best_return = load_checkpoint(best_path)["eval_return"] if best_path.exists() else -math.inf
+        self.best_return = -math.inf
+        if best_path.exists():
+            self.best_return = load_checkpoint(best_path)["eval_return"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._make_evaluator = make_evaluator
         self._evaluator: Future[Evaluator] = self._thread.submit(make_evaluator)
         self._running: tuple[Future[Evaluation], dict[str, Any]] | None = None
 
@@ -358,13 +362,22 @@ class PeriodicEvaluation:
 
     def _finish(self) -> dict[str, float]:
         (result, state), self._running = self._running, None
-        evaluation = result.result()
+        try:
+            evaluation = result.result()
+        except WorkerFault as fault:  # no reason to end a training that is well
+            warnings.warn(f"evaluation of iteration {state['iteration']} lost: {fault}; it starts again", stacklevel=2)
+            self._shutdown_later(self._evaluator)
+            self._evaluator = self._thread.submit(self._make_evaluator)
+            return dict.fromkeys(self.COLUMNS, math.nan)
         if not len(evaluation.returns):
             return dict.fromkeys(self.COLUMNS, math.nan)
         mean = float(evaluation.returns.mean())
         if mean > self.best_return:
             self.best_return = mean
-            save_checkpoint(self.best_path, state | {"eval_return": mean})
+            try:
+                save_checkpoint(self.best_path, state | {"eval_return": mean})
+            except OSError as error:
+                warnings.warn(f"{self.best_path} not written, training goes on: {error}", stacklevel=2)
         values = (mean, float(evaluation.returns.std()), float(evaluation.lengths.mean()), state["iteration"])
         return dict(zip(self.COLUMNS, values, strict=True))
 
@@ -372,12 +385,12 @@ class PeriodicEvaluation:
         """End a running evaluation and the simulator."""
         if self._evaluator.done() and self._evaluator.exception() is None:
             self._evaluator.result().stop = True
-        self._thread.submit(self._shutdown).result()
+        self._shutdown_later(self._evaluator).result()
         self._thread.shutdown()
 
-    def _shutdown(self) -> None:
-        if self._evaluator.exception() is None:
-            self._evaluator.result().shutdown()
+    def _shutdown_later(self, evaluator: Future[Evaluator]) -> Future[None]:
+        """In the thread, behind what it has been given."""
+        return self._thread.submit(lambda: evaluator.exception() or evaluator.result().shutdown())
 
 
 def make_evaluation(

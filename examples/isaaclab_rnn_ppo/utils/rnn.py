@@ -21,8 +21,9 @@ from torchrl.envs.transforms import TensorDictPrimer
 from torchrl.modules import recurrent_mode
 
 from .rnn_scan import scan_layer
+from .rnn_unroll import unrolled_lstm_layer
 
-BACKENDS = ("auto", "pad", "scan", "triton")
+BACKENDS = ("auto", "pad", "scan", "triton", "unroll")
 _GATES = {"lstm": 4, "gru": 3}
 
 
@@ -96,6 +97,12 @@ def rnn_forward(
         if backend == "triton":
             # Imported here: Triton is no part of a CPU installation of torch.
             from .rnn_triton import triton_layer as run_layer
+        elif backend == "unroll":
+            if cell != "lstm" or recompute or x.dtype != state[0].dtype:
+                raise ValueError(
+                    "--rnn-backend 'unroll' is for an LSTM in one precision, without recomputing: use scan."
+                )
+            run_layer = unrolled_lstm_layer
         else:
             run_layer = scan_layer
         out = x.transpose(0, 1)
