@@ -132,7 +132,7 @@ def make_test_policy(**kwargs) -> nn.Module:
 
 
 def make_local_collector(
-    env: EnvBase, *, rollout_steps: int, make_policy=make_test_policy, boundary_slots: int = 2
+    env: EnvBase, *, rollout_steps: int, make_policy=make_test_policy, boundary_slots: int = 2, **kwargs
 ) -> RolloutCollector:
     """What runs in a worker, in this process."""
     return RolloutCollector(
@@ -143,6 +143,7 @@ def make_local_collector(
         device=env.device,
         storing_device="cpu",
         return_same_td=True,
+        **kwargs,
     )
 
 

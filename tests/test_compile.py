@@ -4,6 +4,7 @@ Compiling takes seconds, so the default run compiles one configuration; `-m slow
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from isaaclab_rnn_ppo.utils.advantages import make_advantage
 from isaaclab_rnn_ppo.utils.losses import make_critic_loss, make_loss
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, make_optimizer
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES, accelerate, compile_seconds, make_update
+from tensor_env import make_local_collector, make_random_env, make_test_policy
 from tensordict import TensorDict
 from test_update import parameter_vector, rollout, tiny_models
 from torch import nn
 from torch._dynamo.utils import counters
+from torchrl.envs.utils import ExplorationType
 
 torch._inductor.config.cpp.vec_isa_ok = True  # skips a probe of the processor that takes 10 s
 
@@ -99,6 +102,33 @@ def test_training_compiles_whole_and_once(critic):
     assert compiled.metrics.keys() == eager.metrics.keys()
     for name, value in eager.metrics.items():
         torch.testing.assert_close(compiled.metrics[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_the_compiled_policy_step_acts_as_the_eager_one(rnn):
+    """Over two windows with resets, and with weights that change between them; one graph."""
+    batches = []
+    for accelerated in (False, True):
+        collector = make_local_collector(
+            make_random_env(5, critic=True),
+            rollout_steps=8,
+            make_policy=partial(make_test_policy, rnn=rnn),
+            accelerate_policy=accelerated,
+            exploration_type=ExplorationType.DETERMINISTIC,
+        )
+        rollouts = iter(collector)
+        batches.append([next(rollouts).clone()])
+        weights = TensorDict.from_module(collector.policy).data.clone()
+        collector.update_policy_weights_(
+            weights.apply(lambda value: value * 10 if value.is_floating_point() else value)
+        )
+        batches[-1].append(next(rollouts).clone())
+    check_one_graph_each(1)
+    for eager, compiled in zip(*batches, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    actions = [batch["steps", "action"] for batch in batches[0]]
+    assert float((actions[0] - actions[1]).abs().max()) > 1e-2
 
 
 def test_the_check_sees_a_silent_fallback():

@@ -304,6 +304,7 @@ def main(argv: list[str] | None = None) -> None:
                     async_collection=args.async_collection,
                     device=args.device,
                     worker_timeout_s=args.worker_timeout,
+                    accelerate_policy=args.compile_policy,
                 ),
                 seed=args.seed,
                 max_restarts=args.max_worker_restarts,

@@ -190,6 +190,7 @@ def make_collector(
     seed: int = 0,
     first_version: int = 0,
     worker_timeout_s: float = 600.0,
+    accelerate_policy: bool = False,
 ) -> SyncCollector | AsyncCollector:
     """Start the workers.
 
@@ -208,6 +209,7 @@ def make_collector(
         device: of the env and the policy in the workers.
         first_version: policy version to count from (a resumed run's).
         worker_timeout_s: a worker that sends nothing for longer counts as dead.
+        accelerate_policy: compile the workers' policy step, and on CUDA replay it as a graph.
 
     Raises:
         ValueError: ``num_envs`` is not a multiple of ``num_collectors``, or memory cannot hold the
@@ -239,6 +241,7 @@ def make_collector(
             num_envs=num_envs,
             batch_envs=envs_per_worker if async_collection else num_envs,
             first_version=first_version,
+            accelerate_policy=accelerate_policy,
         ),
         init_fn=_init_worker,
         first_version=first_version,

@@ -160,6 +160,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "reward_scale": _positive(float, "factor on the rewards that the update sees"),
         "clip_grad_norm": _positive(float, "maximum global norm of the gradient"),
         "compile": Flag(str, "torch.compile the advantages and the update", choices=COMPILE_MODES),
+        "compile_policy": Flag(bool, "torch.compile the workers' policy step, and on CUDA replay it as one CUDA graph"),
         "cudagraphs": Flag(bool, "replay the update as one CUDA graph"),
         "cudagraph_warmup": _positive(int, "updates that run eagerly before the capture"),
         "cudagraph_trees": Flag(bool, "let reduce-overhead and max-autotune capture CUDA graphs of their own"),

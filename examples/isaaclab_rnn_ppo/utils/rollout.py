@@ -33,6 +33,8 @@ from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
+from isaaclab_rnn_ppo.utils.update import accelerate
+
 # Root entries of an env that are not observations.
 _NOT_OBSERVATIONS = {"is_init", "episode_reward"}
 
@@ -44,6 +46,28 @@ def policy_from_worker_env(make_policy: Callable[..., nn.Module]) -> nn.Module:
     """``make_policy(observation_spec=..., action_spec=...)`` of the env that this worker just built."""
     env = _worker_env.get()
     return make_policy(observation_spec=env.observation_spec, action_spec=env.action_spec)
+
+
+def accelerated_policy(policy: nn.Module) -> Callable[[TensorDictBase], TensorDictBase]:
+    """``policy`` as one compiled step, on CUDA a replayed graph; writes the action, its log-probability and the state.
+
+    TorchRL's ``compile_policy`` and ``cudagraph_policy`` stay unused (0.14.1): ``CudaGraphModule``
+    waits for the device at every step. Weights are read where they lie, so pushes need nothing more.
+    """
+    outputs = [key for key in policy.out_keys if isinstance(key, tuple) or key in ("action", "action_log_prob")]
+
+    def act(step: TensorDictBase) -> TensorDictBase:
+        return policy(step).select(*outputs)
+
+    on_cuda = next(policy.parameters()).is_cuda
+    accelerated = accelerate(act, compile_mode="default", cudagraphs=on_cuda)
+
+    def step(carrier: TensorDictBase) -> TensorDictBase:
+        # Without the device, which the first carrier lacks and the others have: else a second graph.
+        inputs = TensorDict({key: carrier.get(key) for key in policy.in_keys}, carrier.batch_size)
+        return carrier.copy().update(accelerated(inputs))
+
+    return step
 
 
 def bytes_of(tensordict: TensorDictBase) -> int:
@@ -69,6 +93,7 @@ class RolloutCollector(Collector):
         num_envs: over all workers of this machine, for the memory check.
         batch_envs: envs in one of the learner's batches, likewise.
         first_version: version of the weights that the next push replaces.
+        accelerate_policy: compile the policy step, and on CUDA replay it as a graph.
     """
 
     def __init__(
@@ -79,9 +104,10 @@ class RolloutCollector(Collector):
         num_envs: int = 0,
         batch_envs: int = 0,
         first_version: int = 0,
+        accelerate_policy: bool = False,
         **kwargs,
     ):
-        self.boundary_slots = boundary_slots
+        self.boundary_slots, self.accelerate_policy = boundary_slots, accelerate_policy
         self._memory_envs = {"num_envs": num_envs, "batch_envs": batch_envs}
         self._version = self._pending_version = first_version
         self._pending_weights: TensorDictBase | None = None
@@ -146,6 +172,7 @@ class RolloutCollector(Collector):
         self._next_storages = dict(stored["next"].items())
         self._num_finals, self._first_step = torch.zeros(2, n, dtype=torch.long, device=self.storing_device)
         self._num_steps = 0
+        self._act = accelerated_policy(self.policy) if self.accelerate_policy else self.policy
 
     def update_policy_weights_(self, policy_or_weights: TensorDictBase, **kwargs) -> None:
         """Take the weights for the next rollout. Called from TorchRL's receiver thread."""
@@ -178,7 +205,7 @@ class RolloutCollector(Collector):
         return batch
 
     def _collect_step(self, t: int) -> None:
-        chosen = self.policy(self._carrier)
+        chosen = self._act(self._carrier)
         for key, storage in self._storages:
             storage[:, t].copy_(chosen.get(key))
         stepped, self._carrier = self.env.step_and_maybe_reset(chosen.select(*self._to_env))
