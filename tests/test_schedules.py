@@ -112,7 +112,8 @@ def test_target_kl_leaves_out_the_remaining_epochs():
     batch = TensorDict({"x": torch.zeros(4, 1)}, [4])
 
     def update(minibatch):
-        return {"kl": torch.tensor(next(kls)), "loss_policy": torch.tensor(1.0)}
+        kl = torch.tensor(next(kls))
+        return {"kl": kl, "loss_policy": torch.tensor(1.0), "skipped_updates": torch.tensor(0.0)}
 
     metrics = Objective("model", None, None, update, num_epochs=3, num_minibatches=2, target_kl=0.03).learn(batch)
     # Epoch means: 0.015, then 0.035, which is above the target, so the third epoch is left out.

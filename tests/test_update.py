@@ -50,8 +50,8 @@ def rollout(models, num_envs=6, num_steps=5, seed=0, device="cpu") -> TensorDict
     final = {"time": torch.full((num_envs, 2), num_steps - 1), "valid": valid}
     for group in ("policy", "critic") if models.has_separate_critic else ("policy",):
         steps[group], final[group] = normal(num_envs, num_steps, OBS), normal(num_envs, 2, OBS)
-    keys = [key for key in models.value_operator.in_keys if "recurrent_state" in key]
-    keys += [key for key in models.actor.in_keys if "recurrent_state" in key and key not in keys]
+    keys = [key for key in models.value_operator.in_keys if "_state" in key]
+    keys += [key for key in models.actor.in_keys if "_state" in key and key not in keys]
     return TensorDict(
         {
             "steps": TensorDict(steps, [num_envs, num_steps]),

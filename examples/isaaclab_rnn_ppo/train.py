@@ -27,6 +27,7 @@ from isaaclab_rnn_ppo.utils import (
     Interrupted,
     Models,
     NoEvaluation,
+    NonFiniteRun,
     Objective,
     RestartingCollector,
     RunLogger,
@@ -35,6 +36,7 @@ from isaaclab_rnn_ppo.utils import (
     apply_schedules,
     bytes_of,
     check_settings,
+    check_skipped,
     checkpoint_path,
     compile_seconds,
     critic_flags,
@@ -180,6 +182,7 @@ def summarize(
     oldest = int(batch["steps", "policy_version"].min())
     ended = episodes.update(batch["episodes"])
     policy_losses, *critic_losses = losses
+    skipped = sum(int(means.pop("skipped_updates")) for means in losses)
     for extra in critic_losses:
         policy_losses |= {name if name == "loss_value" else f"critic_{name}": value for name, value in extra.items()}
     return {
@@ -196,6 +199,7 @@ def summarize(
         "policy_version": oldest,
         "staleness": collector.policy_version - oldest,
         "worker_restarts": collector.num_restarts,
+        "skipped_updates": skipped,
         "bootstrap_approximated": int(training["bootstrap_approximated"].sum()),
         "bytes_per_transition": bytes_of(batch) / num_frames,
         **ended,
@@ -259,7 +263,7 @@ def training_state(
     return deepcopy(state)
 
 
-def farewell(stop: Interrupted | WorkerFault, run_dir: Path | None) -> str:
+def farewell(stop: Interrupted | WorkerFault | NonFiniteRun, run_dir: Path | None) -> str:
     """Why the run ends early, and how to go on."""
     reason = f"stopped by {stop}" if isinstance(stop, Interrupted) else f"train.py: error: {stop}"
     return f"{reason}; nothing to resume." if run_dir is None else f"{reason}; --resume {run_dir} continues the run."
@@ -363,9 +367,17 @@ def main(argv: list[str] | None = None) -> None:
             state = training_state(iteration, frames, collector, episodes, objectives, task_info, args)
             metrics |= evaluation.step(models.actor, state, last=iteration == args.iterations)
             logger.log(metrics, step=frames)
+            check_skipped(
+                batch,
+                iteration=iteration,
+                skipped=metrics["skipped_updates"],
+                in_a_row=max(int(objective.skipped_in_a_row) for objective in objectives),
+                max_in_a_row=args.max_skipped_updates,
+                run_dir=run_dir,
+            )
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
                 save_or_warn(run_dir, state, args.keep_checkpoints)
-    except (Interrupted, WorkerFault) as stop:
+    except (Interrupted, WorkerFault, NonFiniteRun) as stop:
         if state is not None:  # the last whole iteration: what was in flight is abandoned
             save_or_warn(run_dir, state, args.keep_checkpoints)
         print(farewell(stop, run_dir if state else None), file=sys.stderr, flush=True)

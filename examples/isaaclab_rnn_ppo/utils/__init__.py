@@ -28,6 +28,7 @@ from isaaclab_rnn_ppo.utils.learner import Objective, apply_schedules
 from isaaclab_rnn_ppo.utils.logging import EpisodeStatistics, RunLogger
 from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_critic_loss, make_loss
 from isaaclab_rnn_ppo.utils.models import Models, make_models
+from isaaclab_rnn_ppo.utils.nonfinite import NonFiniteRun, check_skipped
 from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
@@ -43,6 +44,7 @@ __all__ = [
     "Interrupted",
     "Models",
     "NoEvaluation",
+    "NonFiniteRun",
     "NormalizedValue",
     "Objective",
     "RecurrentPPOLoss",
@@ -57,6 +59,7 @@ __all__ = [
     "boundary_values",
     "bytes_of",
     "check_settings",
+    "check_skipped",
     "checkpoint_path",
     "compile_seconds",
     "critic_flags",

@@ -15,6 +15,8 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives.value import GAE
 
+from isaaclab_rnn_ppo.utils.nonfinite import usable_envs
+
 
 def with_initial_state(steps: TensorDictBase, initial: TensorDictBase) -> TensorDictBase:
     """Give ``steps`` [N, T] the window's recurrent state [N, L, H] under the step keys.
@@ -119,7 +121,7 @@ def make_advantage(
         value_operator: see ``boundary_values``.
         gamma: discount a step.
         gae_lambda: weight of longer returns.
-        normalize: standardise the advantages over the whole batch.
+        normalize: standardise the advantages over the whole batch, of the envs that are usable.
         vectorized: TorchRL's convolutional GAE instead of its loop over time. Its shapes depend on the
             episodes' lengths, so it waits for the device.
         reward_scale: multiplies the rewards that values and advantages see, not the reported returns.
@@ -128,6 +130,8 @@ def make_advantage(
         a function of a rollout [N] that returns its training part: ``steps`` [N, T] with
         ``advantage``, ``value_target`` and ``state_value`` [N, T, 1]; ``initial``; and
         ``bootstrap_approximated`` [N], the number of bootstraps without a final observation.
+        ``advantage`` and ``value_target`` are NaN over the window of an env that holds a value which is not usable
+        (``nonfinite``): no minibatch with that env is learnt from, and the others know nothing of it.
 
     Raises:
         ValueError: ``vectorized`` with a gamma or lambda of 0, where TorchRL 0.14.1 fails.
@@ -144,10 +148,13 @@ def make_advantage(
         signals["reward"] = signals["reward"] * reward_scale
         results = gae(TensorDict({"state_value": state_value, "next": signals}, steps.shape, device=steps.device))
         results = results.select("advantage", "value_target", "state_value")
+        window = TensorDict({"steps": steps, "initial": batch["initial"], "results": results}, batch.shape)
+        usable = usable_envs(window).view(-1, 1, 1)
+        for key in ("advantage", "value_target"):
+            results[key] = torch.where(usable, results[key], torch.nan)
         if normalize:
-            advantage = results["advantage"]
-            scale = advantage.std(correction=0).clamp(min=1e-4)
-            results["advantage"] = (advantage - advantage.mean()) / scale
+            centred = results["advantage"] - results["advantage"].nanmean()
+            results["advantage"] = centred / centred.square().nanmean().sqrt().clamp(min=1e-4)
         return TensorDict(
             {
                 "steps": steps.copy().update(results),

@@ -159,6 +159,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "action_bound": _positive(float, "bound of that loss, in action units"),
         "reward_scale": _positive(float, "factor on the rewards that the update sees"),
         "clip_grad_norm": _positive(float, "maximum global norm of the gradient"),
+        "max_skipped_updates": _at_least(
+            0, int, "updates in a row that are skipped for values that are not finite before the run ends"
+        ),
         "compile": Flag(str, "torch.compile the advantages and the update", choices=COMPILE_MODES),
         "compile_policy": Flag(bool, "torch.compile the workers' policy step, and on CUDA replay it as one CUDA graph"),
         "cudagraphs": Flag(bool, "replay the update as one CUDA graph"),

@@ -18,7 +18,7 @@ from isaaclab_rnn_ppo.utils.schedules import linear, set_learning_rate
 from isaaclab_rnn_ppo.utils.update import minibatches
 
 
-@dataclass(frozen=True)
+@dataclass
 class Objective:
     """A loss, its optimizer, and how a batch is used.
 
@@ -30,6 +30,7 @@ class Objective:
         num_epochs: passes over a batch.
         num_minibatches: of an epoch.
         target_kl: the epoch whose mean KL is above it is the last; None for all epochs.
+        skipped_in_a_row: updates that were skipped since the last one that was not.
     """
 
     name: str
@@ -39,10 +40,12 @@ class Objective:
     num_epochs: int
     num_minibatches: int
     target_kl: float | None = None
+    skipped_in_a_row: Tensor | int = 0
 
     def learn(self, training: TensorDictBase) -> dict[str, Tensor]:
         """Epochs x minibatches over the training part [N] of a rollout; means of the metrics, on the device.
 
+        Of ``skipped_updates`` it is the sum; the others are means over the updates that were not skipped.
         With ``target_kl`` the device is read once an epoch.
         """
         sums: dict[str, Tensor] = {}
@@ -50,12 +53,16 @@ class Objective:
         while epochs_done < self.num_epochs:
             before = sums.get("kl", 0)
             for env_ids in minibatches(len(training), self.num_minibatches, training.device):
-                for name, value in self.update(training[env_ids]).items():
+                metrics = self.update(training[env_ids])
+                for name, value in metrics.items():
                     sums[name] = sums.get(name, 0) + value
+                self.skipped_in_a_row = (self.skipped_in_a_row + 1) * metrics["skipped_updates"]
             epochs_done += 1
             if self.target_kl is not None and sums["kl"] - before > self.target_kl * self.num_minibatches:
                 break
-        means = {name: value / (epochs_done * self.num_minibatches) for name, value in sums.items()}
+        skipped = sums.pop("skipped_updates")
+        taken = epochs_done * self.num_minibatches - skipped
+        means = {name: value / taken for name, value in sums.items()} | {"skipped_updates": skipped}
         return means if self.target_kl is None else means | {"epochs_done": torch.tensor(epochs_done)}
 
     def state_dict(self) -> dict[str, Any]:

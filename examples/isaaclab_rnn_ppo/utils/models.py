@@ -58,9 +58,12 @@ class Models:
         return self.value_head is None
 
     def update_normalizers(self, steps: TensorDictBase) -> None:
-        """Take in a batch [N, T] after the last update with it: not before, see ``normalize``."""
+        """Take in a batch [N, T] after the last update with it: not before, see ``normalize``.
+
+        The window of an env that is not usable has value targets of NaN, and is left out.
+        """
         for group, normalizer in self.normalizers:
-            normalizer.update(steps[group])
+            normalizer.update(torch.where(steps["value_target"].isnan(), torch.nan, steps[group]))
         if self.value_normalizer is not None:
             self.value_normalizer.update(steps["value_target"])
 

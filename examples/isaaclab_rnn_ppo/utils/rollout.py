@@ -13,8 +13,8 @@ part                shape      entries
 ``final``           [N, B]     true next observation at each boundary that needs a bootstrap;
                                ``time`` (step index), ``valid``. Slots 0..B-2 hold truncations
                                inside the window, slot B-1 the window end
-``episodes``        [N]        sums over the episodes that ended in the window: ``return``,
-                               ``length``, ``count``, ``log`` [K]
+``episodes``        [N]        sums over the episodes that ended in the window, those whose return is
+                               usable (``nonfinite``): ``return``, ``length``, ``count``, ``log`` [K]
 ``worker``          [N]        index of the worker that stepped the env
 ==================  =========  ==================================================================
 """
@@ -33,6 +33,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
+from isaaclab_rnn_ppo.utils.nonfinite import is_usable
 from isaaclab_rnn_ppo.utils.update import accelerate
 
 # Root entries of an env that are not observations.
@@ -167,8 +168,8 @@ class RolloutCollector(Collector):
         require_memory(bytes_of(batch) / n, device=self.env.device, **self._memory_envs)
         self._final_rollout = batch.to(self.storing_device).clone()
         stored = self._final_rollout["steps"]
-        roots = (*self._groups, "is_init", "action", "action_log_prob")
-        self._storages = [(key, stored[key]) for key in roots]
+        self._observation_storages = [(key, stored[key]) for key in self._groups]
+        self._storages = [(key, stored[key]) for key in ("is_init", "action", "action_log_prob")]
         self._next_storages = dict(stored["next"].items())
         self._num_finals, self._first_step = torch.zeros(2, n, dtype=torch.long, device=self.storing_device)
         self._num_steps = 0
@@ -205,6 +206,11 @@ class RolloutCollector(Collector):
         return batch
 
     def _collect_step(self, t: int) -> None:
+        for key, storage in self._observation_storages:
+            observation = self._carrier.get(key)
+            storage[:, t].copy_(observation)
+            # Stored as it came, acted on as 0: a sensor's NaN reaches neither the physics nor the recurrent state.
+            self._carrier.set(key, torch.where(is_usable(observation), observation, 0.0))
         chosen = self._act(self._carrier)
         for key, storage in self._storages:
             storage[:, t].copy_(chosen.get(key))
@@ -226,7 +232,7 @@ class RolloutCollector(Collector):
         """Keep the true next observation of ``envs``, which step ``t`` cuts without terminating them."""
         final, end_slot = self._final_rollout["final"], self.boundary_slots - 1
         observations = [following.get(key)[envs.to(following.device)].to(envs.device) for key in self._groups]
-        keep = torch.cat([observation.flatten(1) for observation in observations], 1).isfinite().all(1)
+        keep = is_usable(torch.cat([observation.flatten(1) for observation in observations], 1)).all(1)
         if t == self.frames_per_batch - 1:
             envs = envs[keep]
             slots = torch.full_like(envs, end_slot)
@@ -241,13 +247,17 @@ class RolloutCollector(Collector):
         final.get("valid")[envs, slots] = True
 
     def _count_episodes(self, following: TensorDictBase, ended: Tensor) -> None:
+        lengths = self._num_steps - self._first_step[ended]
+        self._first_step[ended] = self._num_steps
+        returns = following.get("episode_reward")[ended.to(following.device), 0].to(ended.device)
+        known = is_usable(returns)  # one wild reward is no reason to have no statistics
+        ended, lengths, returns = ended[known], lengths[known], returns[known]
         sums, rows = self._final_rollout["episodes"], ended.to(following.device)
         sums.get("count")[ended] += 1
-        sums.get("length")[ended] += self._num_steps - self._first_step[ended]
-        sums.get("return")[ended] += following.get("episode_reward")[rows, 0].to(ended.device)
+        sums.get("length")[ended] += lengths
+        sums.get("return")[ended] += returns
         if self._num_log:
             sums.get("log")[ended] += following.get("log")[rows].to(ended.device)
-        self._first_step[ended] = self._num_steps
 
 
 def require_memory(

@@ -17,6 +17,7 @@ from torch._inductor import list_mode_options
 from torchrl.modules import set_recurrent_mode
 
 from isaaclab_rnn_ppo.utils.advantages import with_initial_state
+from isaaclab_rnn_ppo.utils.nonfinite import is_usable
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -36,18 +37,22 @@ def adam(
     steps: list[Tensor],
     lr: Tensor,
     grad_scale: Tensor,
+    found_inf: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     decoupled_weight_decay: bool,
 ) -> None:
-    """Scale ``grads`` by ``grad_scale`` and take one step of Adam or AdamW, all in place."""
+    """Scale ``grads`` by ``grad_scale`` and take one step of Adam or AdamW, all in place.
+
+    Where ``found_inf`` is 1 and not 0, nothing but ``grads`` changes.
+    """
     # The fused kernel walks through the memory of all four tensors alike, whatever their strides say.
     grads = [grad.contiguous() for grad in grads]
     # Two parameters that are always added (an LSTM's biases) may share one gradient: scale it once.
     torch._foreach_mul_(list({grad.data_ptr(): grad for grad in grads}.values()), grad_scale)
-    torch._foreach_add_(steps, 1)
+    torch._foreach_add_(steps, 1 - found_inf)
     kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
     kernel(
         params,
@@ -63,6 +68,7 @@ def adam(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        found_inf=found_inf,
     )
 
 
@@ -138,15 +144,14 @@ class OptimizerStep:
                     optimizer.state[param][name] = entry.copy_(optimizer.state[param][name])
 
     @torch.no_grad()
-    def __call__(self, grads: list[Tensor]) -> Tensor:
-        """Step along ``grads``, one for each of ``params``; their norm [] before clipping."""
-        compiling = torch.compiler.is_compiling()
-        norm = (_global_norm_op if compiling else global_norm)(grads)
+    def __call__(self, grads: list[Tensor], norm: Tensor) -> None:
+        """Step along ``grads``, one for each of ``params``, of global norm ``norm`` []; not if that is not usable."""
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        found_inf = 1 - is_usable(norm).float()
         for group in self.groups:
             own, grads = grads[: len(group["params"])], grads[len(group["params"]) :]
-            (_adam_op if compiling else adam)(grads=own, grad_scale=scale, **group)
-        return norm
+            step = _adam_op if torch.compiler.is_compiling() else adam
+            step(grads=own, grad_scale=scale, found_inf=found_inf, **group)
 
 
 # ----------------------------------------------------------------------------------------------------------- update
@@ -175,7 +180,9 @@ def make_update(
 
     Returns:
         a function of a minibatch (``steps`` [n, T], ``initial`` [n]) that returns the loss module's
-        scalars and ``grad_norm`` (before clipping), on the device.
+        scalars, ``grad_norm`` (before clipping) and ``skipped_updates``, on the device. Where loss or gradient are
+        not usable (``nonfinite``), the last is 1, the others are 0, and parameters, optimizer and learning rate
+        stay as they are.
 
     Raises:
         ValueError: see ``OptimizerStep`` and ``accelerate``.
@@ -186,11 +193,15 @@ def make_update(
         with set_recurrent_mode(True):
             metrics = loss_module(with_initial_state(minibatch["steps"], minibatch["initial"]))
         loss = sum(value for name, value in metrics.items() if name.startswith("loss_"))
-        grads = torch.autograd.grad(loss, optimizer_step.params)
+        loss = loss * torch.where(is_usable(loss), 1.0, torch.nan)  # then the gradient's norm tells it all
+        grads = list(torch.autograd.grad(loss, optimizer_step.params))
+        norm = metrics["grad_norm"] = (_global_norm_op if torch.compiler.is_compiling() else global_norm)(grads)
+        usable = is_usable(norm)
         if adapt_lr is not None:
-            adapt_lr(metrics["kl"])
-        metrics["grad_norm"] = optimizer_step(list(grads))
-        return {name: value.detach() for name, value in metrics.items()}
+            adapt_lr(torch.where(usable, metrics["kl"], 0.0))  # 0 leaves the learning rate alone
+        optimizer_step(grads, norm)
+        metrics = {name: torch.where(usable, value.detach(), 0.0) for name, value in metrics.items()}
+        return metrics | {"skipped_updates": 1 - usable.float()}
 
     return accelerate(
         update,
