@@ -72,6 +72,12 @@ class TableEnv(EnvBase):
     def _set_seed(self, seed):
         pass
 
+    def get_extra_state(self):
+        return torch.tensor(self.k)
+
+    def set_extra_state(self, state):
+        self.k = int(state)
+
 
 def with_transforms(env: EnvBase) -> TransformedEnv:
     """What ``make_env`` adds to an Isaac Lab env."""
@@ -100,6 +106,21 @@ def make_random_env(
     ends = torch.where(draw < end_rate / 2, TERMINATE, torch.where(draw < end_rate, TRUNCATE, 0))
     rewards = torch.randn(num_steps, num_envs, generator=generator)
     return with_transforms(TableEnv(roots, finals, ends, rewards, **kwargs))
+
+
+def make_task_env(task: str, *, num_envs: int, device: str, asset_root: str, seed: int, overrides=()) -> TransformedEnv:
+    """In place of ``make_env`` in ``train.py``; tokens ``env.KEY=NUMBER`` are options of ``make_random_env``.
+
+    ``env.nan_from=K`` makes every reward NaN from step K on.
+    """
+    options = {key.removeprefix("env."): float(value) for key, value in (token.split("=") for token in overrides)}
+    nan_from = int(options.pop("nan_from", 400))
+    torch.manual_seed(seed)  # as `make_env` does
+    env = make_random_env(num_envs, seed, log=True, **options)
+    env.base_env.tables[3][nan_from:] = torch.nan
+    env.base_env.log_names = ["reward", "minus reward"]
+    env.base_env.task_info = {"observation_sizes": {"policy": 3}, "num_actions": 2}
+    return env
 
 
 def origin(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

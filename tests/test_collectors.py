@@ -423,6 +423,7 @@ HOOKS = {
     Collector.iterator: "3be80086e7d9",
     Collector.update_policy_weights_: "84657ca13c43",
     MultiCollector._run_processes: "4315a7f888d6",
+    MultiCollector._recv_and_check: "b58912d9010b",
     MultiSyncCollector.iterator: "8191c61f289c",
     MultiAsyncCollector.iterator: "d421c517e152",
     MultiAsyncCollector._get_from_queue: "aaa665f8694b",

@@ -54,6 +54,7 @@ from isaaclab_rnn_ppo.utils import (
     parse_args,
     quiet_libraries,
     resolve_asset_root,
+    restore_rng,
     resume_from,
     save_checkpoint,
     user_errors,
@@ -255,6 +256,7 @@ def training_state(
         "policy_version": collector.policy_version,
         "episodes": episodes.state_dict(),
         "rng": GlobalRNGState().state_dict(),
+        "workers": [],
         "config": vars(args),
         "task_info": task_info,
     }
@@ -338,7 +340,10 @@ def main(argv: list[str] | None = None) -> None:
                 for objective in objectives:
                     objective.load_state_dict(checkpoint)
             episodes.load_state_dict(checkpoint["episodes"])
-            GlobalRNGState().load_state_dict(checkpoint["rng"])
+            if lost := collector.restore_workers(checkpoint["workers"]):
+                print(f"--resume: new episodes: {lost}.", flush=True)
+            if not restore_rng(checkpoint["rng"]):
+                print("--resume: new random numbers on CUDA: the checkpoint is of other devices.", flush=True)
 
         run_dir = make_run_dir(args, path)
         iteration, frames = (checkpoint["iteration"], checkpoint["frames"]) if checkpoint else (0, 0)
@@ -376,7 +381,7 @@ def main(argv: list[str] | None = None) -> None:
                 run_dir=run_dir,
             )
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
-                save_or_warn(run_dir, state, args.keep_checkpoints)
+                save_or_warn(run_dir, state | {"workers": collector.save_workers()}, args.keep_checkpoints)
     except (Interrupted, WorkerFault, NonFiniteRun) as stop:
         if state is not None:  # the last whole iteration: what was in flight is abandoned
             save_or_warn(run_dir, state, args.keep_checkpoints)

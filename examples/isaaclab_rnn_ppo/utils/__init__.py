@@ -8,6 +8,7 @@ from isaaclab_rnn_ppo.utils.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     load_model,
+    restore_rng,
     resume_from,
     save_checkpoint,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "quiet_libraries",
     "resolve_asset_root",
     "resolve_backend",
+    "restore_rng",
     "resume_from",
     "rnn_forward",
     "save_checkpoint",

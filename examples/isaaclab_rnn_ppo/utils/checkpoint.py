@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.checkpoint import GlobalRNGState
 
 CHECKPOINT_DIR = "checkpoints"
 # What decides the shapes and the meaning of the parameters.
@@ -163,6 +164,14 @@ def check_settings(checkpoint: dict[str, Any], settings: dict[str, Any]) -> None
         before, now = checkpoint["config"][name], settings[name]
         if before != now:
             raise ValueError(f"--{name.replace('_', '-')} {now}: the checkpoint to resume was trained with {before}.")
+
+
+def restore_rng(state: dict[str, Any]) -> bool:
+    """Restore what TorchRL's ``GlobalRNGState`` gave; of CUDA only with as many devices. Whether all was restored."""
+    num_devices = len(state.get("torch_cuda", ()))
+    complete = num_devices in (0, torch.cuda.device_count())
+    GlobalRNGState().load_state_dict({k: v for k, v in state.items() if complete or k != "torch_cuda"})
+    return complete
 
 
 def load_model(module: nn.Module, state: dict[str, torch.Tensor], *, flag: str = "--resume") -> None:

@@ -81,8 +81,8 @@ def quiet_libraries() -> None:
 class _LearnerSide:
     """What both multi-process collectors need in the learner: a version that moves, and a clean end.
 
-    Of TorchRL 0.14.1's private methods ``_run_processes`` is overridden here, and ``_queue_len`` and
-    ``_get_from_queue`` in ``AsyncCollector``; ``tests/test_collectors.py`` pins them.
+    Of TorchRL 0.14.1's private methods ``_run_processes`` and ``_recv_and_check`` are overridden here, and
+    ``_queue_len`` and ``_get_from_queue`` in ``AsyncCollector``; ``tests/test_collectors.py`` pins them.
     """
 
     def __init__(self, *args, first_version: int, worker_timeout_s: float, **kwargs):
@@ -123,6 +123,12 @@ class _LearnerSide:
         except BaseException:  # TorchRL cleans up on Exception only: Ctrl-C would leave workers behind
             self.shutdown(timeout=2.0, raise_on_error=False)
             raise
+
+    def _recv_and_check(self, pipe: Any, **kwargs) -> Any:
+        try:
+            return super()._recv_and_check(pipe, **{"timeout": self.worker_timeout_s} | kwargs)
+        except TimeoutError:
+            raise WorkerFault(f"no worker answered for {self.worker_timeout_s:g} s (--worker-timeout)") from None
 
     @property
     def alive(self) -> bool:
@@ -306,6 +312,29 @@ class RestartingCollector:
     def policy_version(self) -> int:
         """Version of the weights pushed last."""
         return self.collector.policy_version
+
+    def save_workers(self) -> list[dict[str, Any]]:
+        """What each worker needs to go on (``RolloutCollector.save_worker``), between two batches.
+
+        Empty where it cannot be had: asynchronous workers are in the middle of a batch, and one that is gone is
+        started again by the next ``collect``.
+        """
+        if isinstance(self.collector, AsyncCollector):
+            return []
+        try:
+            return self.collector.map_fn("save_worker")
+        except RuntimeError as fault:  # TorchRL's own check raises no other
+            if self.collector.alive and not isinstance(fault, WorkerFault):
+                raise
+            return []
+
+    def restore_workers(self, states: list[dict[str, Any]]) -> str | None:
+        """Go on from ``save_workers``, before the first ``collect``; what could not be restored, or None."""
+        if len(states) != self.collector.num_workers:
+            return f"the checkpoint holds the state of {len(states)} simulators, not of {self.collector.num_workers}"
+        if not all(self.collector.map_fn("restore_worker", [(state,) for state in states])):
+            return "the checkpoint holds no state of these environments"
+        return None
 
     def getattr_env(self, name: str) -> Any:
         """Attribute of the first worker's env; before the first ``collect`` only."""

@@ -25,14 +25,18 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torchrl.checkpoint import GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
+from isaaclab_rnn_ppo.utils.checkpoint import restore_rng
 from isaaclab_rnn_ppo.utils.nonfinite import is_usable
 from isaaclab_rnn_ppo.utils.update import accelerate
 
@@ -188,6 +192,29 @@ class RolloutCollector(Collector):
             self._version = self._pending_version
         if weights is not None:
             TensorDict.from_module(self.policy).data.update_(weights)
+
+    def save_worker(self) -> dict[str, Any]:
+        """RNG states and, where the env has a state of its own (``state_dict``), all that the next step starts from.
+
+        An Isaac Lab env has none: what its physics engine holds cannot be read.
+        """
+        env = dict(self.env.base_env.state_dict())
+        state = {"rng": GlobalRNGState().state_dict(), "env": env}
+        if env:
+            counts = {"num_steps": self._num_steps, "first_step": self._first_step}
+            state |= {"carrier": self._carrier.to_dict(), **counts}
+        return tree_map_only(Tensor, lambda tensor: tensor.cpu().clone(), state)  # not the live ones: they go on
+
+    def restore_worker(self, state: dict[str, Any]) -> bool:
+        """Go on from ``save_worker``; whether the episodes go on too, or only the RNGs."""
+        restore_rng(state["rng"])
+        if not state["env"] or state["first_step"].shape != self._first_step.shape:
+            return False
+        self.env.base_env.load_state_dict(state["env"])
+        self._carrier.update(TensorDict(state["carrier"], self._carrier.batch_size).to(self.env.device))
+        self._num_steps = state["num_steps"]
+        self._first_step.copy_(state["first_step"])
+        return True
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
