@@ -85,6 +85,8 @@ def test_help_gives_every_flag_its_default():
         ("qqq=0.9", ["qqq", "--help"]),
         ("hidden_size=3.5", ["--hidden-size 3.5", "whole number"]),
         ("gamma=abc", ["--gamma abc"]),
+        ("iterations=inf", ["--iterations inf", "whole number"]),
+        ("--seed 9999999999", ["--seed 9999999999", "to 2147483647"]),
         ("rnn=transformer", ["--rnn transformer", "lstm"]),
         ("--hidden-size 64 hidden_size=64", ["hidden_size=64", "--hidden-size 64"]),
         ("--device tpu", ["--device tpu", "cuda"]),

@@ -68,7 +68,12 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "task": Flag(str, "Isaac Lab task id"),
         "num_envs": _positive(int, "environments over all collectors"),
         "device": Flag(str, "auto, cpu, cuda or cuda:N, for simulation and learning"),
-        "seed": _at_least(0, int, "seed of torch, numpy, python and the environments"),
+        "seed": Flag(
+            int,
+            "seed of torch, numpy, python and the environments",
+            "a whole number from 0 to 2147483647",
+            lambda value: 0 <= value < 2**31,
+        ),
         "iterations": _positive(int, "training iterations (a rollout and its updates)"),
         "asset_root": Flag(str, "auto, official, bundled or a folder with Isaac assets"),
     },
@@ -189,6 +194,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, without the usage text."""
 
     def error(self, message: str) -> None:
+        message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)  # one line
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -281,7 +287,7 @@ def _checked(name: str, value: Any, parser: Parser) -> Any:
             value = int_list(shown if isinstance(shown, str) else str(shown))
         else:
             value = str(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         kind = {int_list: "widths like 256,128"}.get(flag.kind, f"a value of type {flag.kind.__name__}")
         parser.error(f"{_dashed(name)} {shown}: must be {flag.valid or kind}.")
     if flag.choices and value not in flag.choices:
