@@ -282,6 +282,7 @@ def _load_assets_module() -> ModuleType:
     """``utils/assets.py`` by itself: the package around it imports torch, which may be what is broken."""
     path = Path(__file__).with_name("utils") / "assets.py"
     spec = importlib.util.spec_from_file_location("_preflight_assets", path)
+    assert spec is not None and spec.loader is not None  # a file of this package
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -383,7 +383,7 @@ def main(argv: list[str] | None = None) -> None:
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
                 save_or_warn(run_dir, state | {"workers": collector.save_workers()}, args.keep_checkpoints)
     except (Interrupted, WorkerFault, NonFiniteRun) as stop:
-        if state is not None:  # the last whole iteration: what was in flight is abandoned
+        if run_dir is not None and state is not None:  # the last whole iteration: what was in flight is abandoned
             save_or_warn(run_dir, state, args.keep_checkpoints)
         print(farewell(stop, run_dir if state else None), file=sys.stderr, flush=True)
         raise SystemExit(stop.exit_code if isinstance(stop, Interrupted) else 1) from None

@@ -27,7 +27,7 @@ from isaaclab_rnn_ppo.utils.envs import make_env
 from isaaclab_rnn_ppo.utils.evaluate import NoEvaluation, evaluation_overrides, make_evaluation
 from isaaclab_rnn_ppo.utils.learner import Objective, apply_schedules
 from isaaclab_rnn_ppo.utils.logging import EpisodeStatistics, RunLogger
-from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, make_critic_loss, make_loss
+from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, kl_estimate, make_critic_loss, make_loss, value_loss
 from isaaclab_rnn_ppo.utils.models import Models, make_models
 from isaaclab_rnn_ppo.utils.nonfinite import NonFiniteRun, check_skipped
 from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
@@ -68,6 +68,7 @@ __all__ = [
     "find_checkpoint",
     "interleave",
     "interruptible",
+    "kl_estimate",
     "linear",
     "load_checkpoint",
     "load_model",
@@ -91,5 +92,6 @@ __all__ = [
     "save_checkpoint",
     "set_learning_rate",
     "user_errors",
+    "value_loss",
     "with_initial_state",
 ]

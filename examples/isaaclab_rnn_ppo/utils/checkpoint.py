@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Buffer, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def checksum(state: Any) -> str:
     """SHA-256 over a nest of dicts, lists, tensors and plain values."""
     digest = hashlib.sha256()
 
-    def parts(value: Any) -> Iterator[bytes]:
+    def parts(value: Any) -> Iterator[Buffer]:
         if isinstance(value, Tensor):
             yield f"{value.dtype}{tuple(value.shape)}".encode()
             yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -78,7 +78,14 @@ def quiet_libraries() -> None:
     logging.getLogger("torch._higher_order_ops.partitioner").setLevel(logging.WARNING)
 
 
-class _LearnerSide:
+# A mixin: both collectors have this base, whose constructor chooses between them.
+if TYPE_CHECKING:
+    from torchrl.collectors import MultiCollector
+else:
+    MultiCollector = object
+
+
+class _LearnerSide(MultiCollector):
     """What both multi-process collectors need in the learner: a version that moves, and a clean end.
 
     Of TorchRL 0.14.1's private methods ``_run_processes`` and ``_recv_and_check`` are overridden here, and

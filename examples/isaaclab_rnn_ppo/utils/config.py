@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
@@ -193,7 +193,7 @@ ALL_FLAGS = {name: flag for group in FLAGS.values() for name, flag in group.item
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, without the usage text."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)  # one line
         self.exit(2, f"{self.prog}: error: {message}\n")
 
@@ -271,24 +271,24 @@ def _checked(name: str, value: Any, parser: Parser) -> Any:
     flag = ALL_FLAGS[name]
     if value is None:
         return None
-    shown = ",".join(map(str, value)) if isinstance(value, list) else value
+    shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:
         if flag.kind is bool:
             if not isinstance(value, bool):
                 raise ValueError
         elif flag.kind is int:
-            if isinstance(value, bool) or int(value) != value:
+            if isinstance(value, bool | list) or int(value) != value:
                 raise ValueError
         elif flag.kind is float:
-            value = float(value)
+            value = float(shown)
             if not math.isfinite(value):
                 raise ValueError
         elif flag.kind is int_list:
-            value = int_list(shown if isinstance(shown, str) else str(shown))
+            value = int_list(shown)
         else:
             value = str(value)
     except (TypeError, ValueError, OverflowError):
-        kind = {int_list: "widths like 256,128"}.get(flag.kind, f"a value of type {flag.kind.__name__}")
+        kind = "widths like 256,128" if flag.kind is int_list else f"a value of type {flag.kind.__name__}"
         parser.error(f"{_dashed(name)} {shown}: must be {flag.valid or kind}.")
     if flag.choices and value not in flag.choices:
         parser.error(f"{_dashed(name)} {shown}: valid are {', '.join(flag.choices)}.")
@@ -315,7 +315,7 @@ def resolve_device(name: str, parser: Parser) -> str:
     return "cpu"
 
 
-def _resolve_num_envs(args: argparse.Namespace, parser: Parser) -> int:
+def _resolve_num_envs(args: argparse.Namespace, parser: Parser, *, typed: bool) -> int:
     """The total; its token does not go on to the task, since each of several workers has a share only."""
     tokens = [token for token in args.env_overrides if token.startswith("env.scene.num_envs=")]
     args.env_overrides = [token for token in args.env_overrides if token not in tokens]
@@ -327,7 +327,7 @@ def _resolve_num_envs(args: argparse.Namespace, parser: Parser) -> int:
         parser.error(f"override {tokens[-1]}: must be a whole number above 0.")
     if from_token <= 0:
         parser.error(f"override {tokens[-1]}: must be a whole number above 0.")
-    if args.num_envs_given and args.num_envs != from_token:
+    if typed and args.num_envs != from_token:
         parser.error(f"--num-envs {args.num_envs} contradicts {tokens[-1]}: give one of them.")
     return from_token
 
@@ -414,14 +414,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         config = _compose(task, [f"{key}={value}" for key, value in own.items()])
     except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
         parser.error(f"override: {str(error).splitlines()[0]}")
-    settings = OmegaConf.to_container(config, resolve=True) | given
+    settings = {str(name): value for name, value in config.items()} | given
     settings = {name: _checked(name, settings[name], parser) for name in ALL_FLAGS}
 
     args = argparse.Namespace(**settings, env_overrides=env_overrides)
-    args.num_envs_given = "num_envs" in given or "num_envs" in own
     args.device = resolve_device(args.device, parser)
-    args.num_envs = _resolve_num_envs(args, parser)
-    del args.num_envs_given
+    args.num_envs = _resolve_num_envs(args, parser, typed="num_envs" in given or "num_envs" in own)
     _check_combinations(args, parser, typed=given.keys() | own.keys())
     return args
 

@@ -173,7 +173,7 @@ def _launch(task: str, cfg: Any) -> TransformedEnv:
         stack.enter_context(launch_simulation(cfg, dict(_HEADLESS)))
         raw = stack.enter_context(contextlib.closing(gymnasium.make(task, cfg=cfg)))
         # TorchRL returns the wrapper inside a TransformedEnv that knows of the native auto-reset.
-        env = IsaacEnv(raw, device=torch.device(raw.unwrapped.device), native_autoreset=True)
+        env = IsaacEnv(raw, device=torch.device(cfg.sim.device), native_autoreset=True)
         env.reset()
         wrapper = env.base_env
         wrapper.log_names = list(wrapper.read_log())
@@ -212,7 +212,7 @@ class IsaacEnv(IsaacLabWrapper):
             )
         flat = {g: gymnasium.spaces.Box(-float("inf"), float("inf"), (_width(g, s),)) for g, s in spaces.items()}
         unwrapped.observation_space = gymnasium.vector.utils.batch_space(
-            gymnasium.spaces.Dict(flat), unwrapped.num_envs
+            gymnasium.spaces.Dict({**flat}), unwrapped.num_envs
         )
         self._groups = tuple(flat)
         self._log_values: dict[str, torch.Tensor] = {}
@@ -401,7 +401,7 @@ def _check_overrides(task: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _check_value(cfg: Any, token: str, key: str, value: Any) -> None:
     *parents, leaf = key.split(".")[1:]
-    known = "env"
+    known, owner = "env", cfg
     for part in [*parents, leaf]:
         children = dict(cfg) if isinstance(cfg, Mapping) else {k: v for k, v in getattr(cfg, "__dict__", {}).items()}
         if part not in children:
@@ -463,6 +463,11 @@ def _literal(text: str) -> Any:
         return text
 
 
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
 @contextlib.contextmanager
 def _captured_output() -> Iterator[Callable[[], str]]:
     """Keep what this process prints, C++ libraries included, off the console; yields a way to read its end.
@@ -472,23 +477,25 @@ def _captured_output() -> Iterator[Callable[[], str]]:
     if os.environ.get(VERBOSE_ENV) == "1":
         yield lambda: ""
         return
-    sys.stdout.flush(), sys.stderr.flush()
+    _flush()
     saved = os.dup(1), os.dup(2)
     with tempfile.TemporaryFile() as file:
 
         def lines() -> list[str]:
-            sys.stdout.flush(), sys.stderr.flush()
+            _flush()
             file.seek(0)
             return file.read().decode(errors="replace").splitlines()
 
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
         failed = True
         try:
             yield lambda: "\n".join(lines()[-40:])
             failed = False
         finally:
             errors = [] if failed else [line for line in lines() if re.search(r"\berror\b|could not open", line, re.I)]
-            os.dup2(saved[0], 1), os.dup2(saved[1], 2)
-            os.close(saved[0]), os.close(saved[1])
+            for stream, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, stream)
+                os.close(copy)
             if errors:
                 print("\n".join(errors), file=sys.stderr)

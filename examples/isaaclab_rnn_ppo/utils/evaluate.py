@@ -286,6 +286,7 @@ class Evaluator:
                 rows.append(new)
                 np.add.at(counts, new[:, 0].astype(int), 1)
             if num_frames < self.num_frames:
+                assert on_frames is not None
                 (frames,) = self._collector.map_fn("env.take_frames")
                 num_frames += len(frames)
                 on_frames(frames)
@@ -347,7 +348,7 @@ class PeriodicEvaluation:
         Returns:
             ``COLUMNS``: of an evaluation that has finished since the last call, else NaN.
         """
-        metrics = dict.fromkeys(self.COLUMNS, math.nan)
+        metrics: dict[str, float] = dict.fromkeys(self.COLUMNS, math.nan)
         if self._running is not None and (last or self._running[0].done()):
             metrics = self._finish()
         if self._running is None and (last or state["iteration"] % self.interval == 0):
@@ -361,6 +362,7 @@ class PeriodicEvaluation:
         return self._evaluator.result().evaluate(weights)
 
     def _finish(self) -> dict[str, float]:
+        assert self._running is not None
         (result, state), self._running = self._running, None
         try:
             evaluation = result.result()

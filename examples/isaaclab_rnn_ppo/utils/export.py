@@ -90,7 +90,7 @@ class DeployablePolicy(nn.Module):
             self.cell, self.num_layers, self.hidden_size = core.cell, core.num_layers, core.hidden_size
             for layer in range(core.num_layers):
                 for name, weight in zip(("w_ih", "w_hh", "b_ih", "b_hh"), core.flat_weights()[4 * layer :]):
-                    self.register_parameter(f"{name}_{layer}", weight)
+                    self.register_parameter(f"{name}_{layer}", nn.Parameter(weight))
         self.requires_grad_(False)
 
     @property
@@ -113,13 +113,13 @@ class DeployablePolicy(nn.Module):
             action = action.tanh()
         return action, *(torch.stack(parts, 1) for parts in next_state)
 
-    def _step(self, layer: int, x: Tensor, h: Tensor, c: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _step(self, layer: int, x: Tensor, h: Tensor, *c: Tensor) -> tuple[Tensor, ...]:
         w_ih, w_hh, b_ih, b_hh = (getattr(self, f"{name}_{layer}") for name in ("w_ih", "w_hh", "b_ih", "b_hh"))
         from_input, from_state = F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
         if self.cell == "lstm":  # Hochreiter and Schmidhuber, 1997; gates in nn.LSTM's order
             i, f, g, o = (from_input + from_state).chunk(4, -1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            return o.sigmoid() * c.tanh(), c
+            next_c = f.sigmoid() * c[0] + i.sigmoid() * g.tanh()
+            return o.sigmoid() * next_c.tanh(), next_c
         # Cho et al., 2014, arXiv:1406.1078, with the reset gate behind the product as in nn.GRU
         (input_r, input_z, input_n), (state_r, state_z, state_n) = from_input.chunk(3, -1), from_state.chunk(3, -1)
         n = (input_n + (input_r + state_r).sigmoid() * state_n).tanh()
@@ -207,6 +207,7 @@ def _write_onnx(policy: DeployablePolicy, path: Path, example: tuple[Tensor, ...
         output_names=["action", *(f"next_{name}" for name in names)],
         dynamic_shapes=_dynamic_batch(example),
     )
+    assert program is not None  # with dynamo=True
     model = program.model_proto
     model.metadata_props.add(key=METADATA_KEY, value=metadata)
     onnx.checker.check_model(model, full_check=True)

@@ -100,7 +100,7 @@ def apply_schedules(
     policy, *critics = objectives
     if entropy_coeff_final is not None:
         entropy_coeff = linear(entropy_coeff, entropy_coeff_final, iteration, num_iterations)
-    policy.loss.entropy_coeff.fill_(entropy_coeff)
+    policy.loss.get_buffer("entropy_coeff").fill_(entropy_coeff)
     if lr_schedule == "linear":
         set_learning_rate(policy.optimizer, linear(learning_rate, 0.0, iteration, num_iterations))
     for critic in critics:

@@ -52,8 +52,7 @@ def value_loss(
     """
     error = ((value - target) / scale).square()
     if clip is not None:
-        limit = clip * scale
-        clipped = old_value + torch.clamp(value - old_value, -limit, limit)
+        clipped = old_value + torch.clamp((value - old_value) / scale, -clip, clip) * scale
         error = torch.maximum(error, ((clipped - target) / scale).square())
     return error.mean()
 

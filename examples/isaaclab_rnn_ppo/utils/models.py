@@ -83,8 +83,10 @@ class GaussianHead(nn.Module):
         super().__init__()
         self.mean = make_mlp(in_features, hidden, num_actions, activation)
         with torch.no_grad():  # near-zero first actions: Isaac Lab's action terms scale them up
-            self.mean[-1].weight.mul_(0.01)
-            self.mean[-1].bias.zero_()
+            output = self.mean[-1]
+            assert isinstance(output, nn.Linear)
+            output.weight.mul_(0.01)
+            output.bias.zero_()
         self.log_std = nn.Parameter(torch.full((num_actions,), float(init_std)).log())
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,7 +321,7 @@ def make_models(
             value_operator=actor_critic.get_value_operator(),
             value_head=actor_critic.get_value_head(),
             normalizers=normalizers,
-            value_normalizer=value_net if normalize_value else None,
+            value_normalizer=value_net if isinstance(value_net, NormalizedValue) else None,
         )
 
     critic_backbone, num_critic_features, critic_normalizers = _make_backbone(
@@ -342,5 +344,5 @@ def make_models(
         value_operator=critic,
         value_head=None,
         normalizers=normalizers + critic_normalizers,
-        value_normalizer=value_net if normalize_value else None,
+        value_normalizer=value_net if isinstance(value_net, NormalizedValue) else None,
     )

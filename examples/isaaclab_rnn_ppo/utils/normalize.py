@@ -90,6 +90,7 @@ class NormalizedValue(nn.Module):
         mean, std = self.returns.mean.clone(), self.returns.std
         self.returns.update(targets)
         layer = self.net[-1]
+        assert isinstance(layer, nn.Linear)
         scale = std / self.returns.std
         layer.weight.mul_(scale)
         layer.bias.copy_(layer.bias * scale + (mean - self.returns.mean) / self.returns.std)

@@ -255,13 +255,15 @@ class RecurrentCore(TensorDictModuleBase):
             )
             return out.squeeze(1), state
         # One fused cell a layer: faster than torch.lstm on a single step, and on CUDA free of cuDNN's weight packing.
-        cell = torch.lstm_cell if self.cell == "lstm" else torch.gru_cell
         weights, finals = self.flat_weights(), []
         state = tuple(torch.where(is_init.bool().view(-1, 1, 1), 0.0, part) for part in state)
         for layer in range(self.num_layers):
             entering = [part[:, layer] for part in state]
-            final = cell(x, entering if self.cell == "lstm" else entering[0], *weights[4 * layer : 4 * layer + 4])
-            finals.append(final if self.cell == "lstm" else (final,))
+            of_layer = weights[4 * layer : 4 * layer + 4]
+            if self.cell == "lstm":
+                finals.append(torch.lstm_cell(x, entering, *of_layer))
+            else:
+                finals.append((torch.gru_cell(x, entering[0], *of_layer),))
             x = finals[-1][0]
         return x, tuple(torch.stack(parts, 1) for parts in zip(*finals, strict=True))
 

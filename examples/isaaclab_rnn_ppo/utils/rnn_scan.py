@@ -195,7 +195,7 @@ def _lstm_scan_backward(
             dc.copy_(dc_n)
         dc_gates = dc.unsqueeze(1)
         rec = x.new_zeros(envs, hidden)  # gradient of h_t through step t + 1
-        dy_steps = None if dy is None else dy.unbind(0)
+        dy_steps = [] if dy is None else dy.unbind(0)
 
         for start, stop in reversed(_chunks(steps, envs)):
             c_in, h_in = cells[start:stop], _entering(y, h0, keep_h, start, stop)

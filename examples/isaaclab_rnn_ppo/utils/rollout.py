@@ -113,7 +113,7 @@ class RolloutCollector(Collector):
         **kwargs,
     ):
         self.boundary_slots, self.accelerate_policy = boundary_slots, accelerate_policy
-        self._memory_envs = {"num_envs": num_envs, "batch_envs": batch_envs}
+        self._memory_envs: dict[str, Any] = {"num_envs": num_envs, "batch_envs": batch_envs}
         self._version = self._pending_version = first_version
         self._pending_weights: TensorDictBase | None = None
         self._weights_lock = threading.Lock()

@@ -17,7 +17,6 @@ Shapes: N envs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING
 from typing import TYPE_CHECKING
 
 import gymnasium
@@ -87,7 +86,7 @@ class CueCommandCfg(CommandTermCfg):
 
     class_type: type[CommandTerm] = CueCommand
     resampling_time_range: tuple[float, float] = (1.0e9, 1.0e9)  # once an episode
-    cue_steps: int = MISSING
+    cue_steps: int = 10
     redraw: bool = True
     """Off, what a policy did during the cue stays in the physical state: for the test of the test only."""
 
@@ -139,7 +138,7 @@ class CuedSide(ManagerTermBase):
 
 @configclass
 class RecallCommandsCfg:
-    cue = CueCommandCfg(cue_steps=10)
+    cue = CueCommandCfg()
 
 
 @configclass

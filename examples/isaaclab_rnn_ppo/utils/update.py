@@ -192,7 +192,7 @@ def make_update(
     def update(minibatch: TensorDictBase) -> dict[str, Tensor]:
         with set_recurrent_mode(True):
             metrics = loss_module(with_initial_state(minibatch["steps"], minibatch["initial"]))
-        loss = sum(value for name, value in metrics.items() if name.startswith("loss_"))
+        loss = torch.stack([value for name, value in metrics.items() if name.startswith("loss_")]).sum()
         loss = loss * torch.where(is_usable(loss), 1.0, torch.nan)  # then the gradient's norm tells it all
         grads = list(torch.autograd.grad(loss, optimizer_step.params))
         norm = metrics["grad_norm"] = (_global_norm_op if torch.compiler.is_compiling() else global_norm)(grads)
@@ -348,7 +348,7 @@ def _flatten(tree: TensorDictBase | dict[str, Tensor]) -> tuple[tuple, list[Tens
         inner, tensors = (None, [value]) if isinstance(value, Tensor) else _flatten(value)
         entries.append((name, inner))
         leaves += tensors
-    batch = (tree.batch_size, tree.device) if isinstance(tree, TensorDictBase) else None
+    batch = None if isinstance(tree, dict) else (tree.batch_size, tree.device)
     return (batch, tuple(entries)), leaves
 
 
