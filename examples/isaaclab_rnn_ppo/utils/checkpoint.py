@@ -32,6 +32,7 @@ MODEL_SETTINGS = (
 
 
 def checkpoint_path(run_dir: Path, iteration: int) -> Path:
+    """Where a run's checkpoint of an iteration lies."""
     return run_dir / CHECKPOINT_DIR / f"iteration_{iteration:07d}.pt"
 
 

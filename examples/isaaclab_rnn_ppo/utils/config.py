@@ -17,7 +17,7 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
@@ -414,7 +414,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         config = _compose(task, [f"{key}={value}" for key, value in own.items()])
     except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
         parser.error(f"override: {str(error).splitlines()[0]}")
-    settings = {str(name): value for name, value in config.items()} | given
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    settings |= given
     settings = {name: _checked(name, settings[name], parser) for name in ALL_FLAGS}
 
     args = argparse.Namespace(**settings, env_overrides=env_overrides)
