@@ -114,13 +114,20 @@ class Ours:
 
 
 class Plain(nn.Module):
-    """The same phase in plain torch, without resets and without bootstraps inside the window."""
+    """The same phase in plain torch, without resets and without bootstraps inside the window.
 
-    def __init__(self, hidden: int):
+    With ``separate`` the critic has an embedding and an LSTM of its own.
+    """
+
+    def __init__(self, hidden: int, *, separate: bool = False):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Sequential(nn.Linear(OBS, hidden), nn.ELU())
         self.lstm = nn.LSTM(hidden, hidden, batch_first=True)
+        self.separate = separate
+        if separate:
+            self.critic_embedding = nn.Sequential(nn.Linear(OBS, hidden), nn.ELU())
+            self.critic_lstm = nn.LSTM(hidden, hidden, batch_first=True)
         self.mean, self.value = nn.Linear(hidden, ACT), nn.Linear(hidden, 1)
         self.log_std = nn.Parameter(torch.zeros(ACT))
         self.optimizer = torch.optim.Adam(self.parameters(), lr=LR, fused=True)
@@ -128,10 +135,13 @@ class Plain(nn.Module):
     def features(self, obs: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         return self.lstm(self.embedding(obs), state)[0]
 
+    def critic_features(self, obs: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+        return self.critic_lstm(self.critic_embedding(obs), state)[0] if self.separate else self.features(obs, state)
+
     def phase(self, batch: dict[str, Tensor]) -> None:
         with torch.no_grad():
             obs = torch.cat([batch["obs"], batch["last_obs"]], 1)
-            values = self.value(self.features(obs, (batch["h"], batch["c"]))).squeeze(-1)
+            values = self.value(self.critic_features(obs, (batch["h"], batch["c"]))).squeeze(-1)
             going = 1 - batch["terminated"]
             delta = batch["reward"] + GAMMA * going * values[:, 1:] - values[:, :-1]
             factor = GAMMA * LAMBDA * (1 - batch["done"])
@@ -149,7 +159,8 @@ class Plain(nn.Module):
                 ratio = (dist.log_prob(batch["action"][ids]).sum(-1) - batch["log_prob"][ids]).exp()
                 adv = advantage[ids]
                 policy = -torch.minimum(ratio * adv, ratio.clamp(1 - CLIP, 1 + CLIP) * adv).mean()
-                value = (self.value(features).squeeze(-1) - target[ids]).square().mean()
+                of_value = self.critic_features(batch["obs"][ids], state) if self.separate else features
+                value = (self.value(of_value).squeeze(-1) - target[ids]).square().mean()
                 loss = policy + value - ENTROPY * dist.entropy().sum(-1).mean()
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -120,7 +120,7 @@ class Contestant:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """What a phase needs and a training run would not do: it is not timed."""
+        """Called once before each phase, not timed: what a training run would not do."""
 
     def learn(self) -> None:
         """Advantages from what is stored, then epochs and minibatches."""
@@ -212,6 +212,7 @@ class RslRl(Contestant):
         return TensorDict({"policy": observation}, [self.num_envs])
 
     def collect(self, window: Window) -> None:
+        self.ppo.storage.clear()
         self.ppo.actor.reset()
         self.ppo.critic.reset()
         with torch.inference_mode():
@@ -636,12 +637,13 @@ class Sb3(Contestant):
         callback.init_callback(self.ppo)
         self.ppo.ep_info_buffer, self.ppo.ep_success_buffer = [], []
         self.ppo.collect_rollouts(self.env, callback, self.ppo.rollout_buffer, self.num_steps)
-        self.stored = self.ppo.rollout_buffer
+        self.stored, self.copies = self.ppo.rollout_buffer, []
 
     def prepare(self) -> None:
-        self.ppo.rollout_buffer = copy.deepcopy(self.stored)  # training flattens the buffer in place
+        self.copies.append(copy.deepcopy(self.stored))  # training flattens a buffer in place
 
     def learn(self) -> None:
+        self.ppo.rollout_buffer = self.copies.pop()
         dones = self.ppo._last_episode_starts
         with torch.no_grad():
             obs = torch.as_tensor(self.ppo._last_obs)
@@ -675,7 +677,8 @@ class TorchRl(Contestant):
     """TorchRL's own LSTMModule, GAE and ClipPPOLoss; the value head reads the actor's features."""
 
     num_lstms = 1
-    bootstraps = "V(final observation), the state reset before it where the step itself is an episode's first"
+    bootstraps = "V of the next episode's first observation (shifted GAE); exact without `shifted`, for one more pass"
+    collector_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *sizes: int):
         from torchrl.modules import (
@@ -743,6 +746,7 @@ class TorchRl(Contestant):
             self.policy,
             frames_per_batch=self.num_envs * self.num_steps,
             auto_register_policy_transforms=True,
+            **self.collector_options,
         )
         self.batch = next(iter(collector))
         self.batch.names = [None, "time"]

@@ -390,7 +390,7 @@ class PeriodicEvaluation:
         self._shutdown_later(self._evaluator).result()
         self._thread.shutdown()
 
-    def _shutdown_later(self, evaluator: Future[Evaluator]) -> Future[None]:
+    def _shutdown_later(self, evaluator: Future[Evaluator]) -> Future[Any]:
         """In the thread, behind what it has been given."""
         return self._thread.submit(lambda: evaluator.exception() or evaluator.result().shutdown())
 

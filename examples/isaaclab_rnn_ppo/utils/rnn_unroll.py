@@ -25,18 +25,21 @@ class UnrolledLSTM(torch.autograd.Function):
         entering_h, entering_c, gates, cells, y = [], [], [], [], []
         for t in range(len(x)):
             h, c = torch.where(keep[t], h, 0.0), torch.where(keep[t], c, 0.0)
-            entering_h.append(h), entering_c.append(c)
+            entering_h.append(h)
+            entering_c.append(c)
             i, f, g, o = (torch.mm(h, w_hh.t()) + pre[t]).chunk(4, 1)
             i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
             c = f * c + i * g
             h = o * c.tanh()
             gates += [i, f, g, o]
-            cells.append(c), y.append(h)
+            cells.append(c)
+            y.append(h)
         ctx.save_for_backward(x, reset, w_ih, w_hh, *entering_h, *entering_c, *cells, *gates)
         return torch.stack(y), c
 
     @staticmethod
-    def backward(ctx, dy, dc):
+    def backward(ctx, *grad_outputs):
+        dy, dc = grad_outputs
         x, reset, w_ih, w_hh, *rest = ctx.saved_tensors
         steps = len(x)
         entering_h, entering_c, cells, gates = (
