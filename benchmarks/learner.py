@@ -9,8 +9,8 @@ nn.LSTM in torch without resets (`learner_phase.py`), with as many LSTMs as the 
 critic, or two. Contestants take turns in one process; `learner_phase.py` has the rule that drops loaded rounds.
 
 `lstm passes` are forward steps through an LSTM in a phase, padding included, in units of N x T, counted by hooks: 3
-epochs make 3, and advantages from fresh values one more. The others store values while they collect, so their passes for
-the advantages belong to the collection and are not timed here.
+epochs make 3, and advantages from fresh values one more. The others store values while they collect, so their passes
+for the advantages belong to the collection and are not timed here.
 """
 
 from __future__ import annotations
