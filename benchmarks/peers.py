@@ -793,6 +793,8 @@ class Ours(Contestant):
     num_lstms = 1
     bootstraps = "V(final observation | state), all in one pass"
     critic_obs = "shared"
+    boundary_slots: int | None = None
+    """None for as many as the window needs to be exact throughout; train.py's default is 2."""
 
     def __init__(self, *sizes: int):
         super().__init__(*sizes)
@@ -823,13 +825,12 @@ class Ours(Contestant):
         )
 
     def collect(self, window: Window) -> None:
-        # Slots for every truncation inside the window and for its end, as `--boundary-slots` sets them.
-        slots = int(window.truncated[:-1].sum(0).max()) + 1
+        slots = self.boundary_slots or int(window.truncated[:-1].sum(0).max()) + 1
         collector = make_local_collector(
             with_transforms(table_env(window, self.num_actions)),
             rollout_steps=self.num_steps,
             make_policy=lambda **specs: self.models.collector_policy,
-            boundary_slots=max(slots, 2),
+            boundary_slots=slots,
         )
         self.batch = next(iter(collector))
 

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Bytes a transition of each library: benchmarks/results/memory.json, half a minute.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv sync --quiet --group peers
+PYTHONPATH=tests uv run --no-sync python benchmarks/memory.py --output benchmarks/results/memory.json
