@@ -1,4 +1,4 @@
-"""Bytes that a transition takes, counted from each library's storage after a rollout.
+"""Bytes that a transition takes, counted from each library's storage after a rollout; and the peak of a learning phase.
 
     uv sync --group peers
     PYTHONPATH=tests python benchmarks/memory.py --output benchmarks/results/memory.json
@@ -8,12 +8,17 @@ library keeps of a rollout until its update ends, each storage once (`Contestant
 and TorchRL compute values and advantages in the learner; what that adds, 12 bytes, is counted as well. This suite
 stands twice: with the boundary slots that this window with its many time-outs needs to be exact throughout, and with
 train.py's default of 2, which hold the window's end and one time-out inside it.
+
+The peak is what a phase (advantages, 3 epochs of 4 minibatches) adds at most to a process that holds the rollout and
+has learned once from a small one: resident memory, each library in a process of its own, at N 512.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -63,6 +68,27 @@ def measure(name: str, *, num_envs: int, num_steps: int, hidden: int) -> dict[st
     }
 
 
+def peak_bytes(name: str, *, num_envs: int, num_steps: int, hidden: int) -> int:
+    """Of one learning phase in this process."""
+
+    def ready(envs: int) -> Contestant:
+        contestant = VARIANTS[name](envs, num_steps, OBS, ACT, hidden)
+        contestant.collect(make_window(random_ends(envs, num_steps), num_obs=OBS))
+        contestant.prepare()
+        return contestant
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+
+    ready(8).learn()
+    contestant = ready(num_envs)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = status("VmRSS")
+    contestant.learn()
+    return status("VmHWM") - before
+
+
 def draw(results: dict[str, dict[str, float]], path: Path) -> None:
     names = sorted(results, key=lambda name: results[name]["with_advantages"])
     figure, axis = plt.subplots(figsize=(6, 2.8))
@@ -71,6 +97,7 @@ def draw(results: dict[str, dict[str, float]], path: Path) -> None:
         if name.startswith("ours"):
             bar.set_color("#2a7ab9")
     axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+    axis.margins(x=0.12)
     axis.invert_yaxis()
     axis.set_xlabel("bytes a transition")
     figure.tight_layout()
@@ -82,17 +109,30 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=64, help="envs N")
     parser.add_argument("--steps", type=int, default=32, help="window length T, steps")
     parser.add_argument("--hidden", type=int, default=256, help="hidden units H")
+    parser.add_argument("--peak-envs", type=int, default=512, help="envs N of the learning phase")
     parser.add_argument("--output", type=Path, help="JSON file for the results; the picture goes beside it")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(2)
     sizes = {"num_envs": args.envs, "num_steps": args.steps, "hidden": args.hidden}
+    if args.child:
+        print(peak_bytes(args.child, **sizes))
+        return
     results = {name: measure(name, **sizes) for name in VARIANTS}
-    print("| | LSTMs | bytes a transition | with values and advantages |\n|--|--|--|--|")
     for name, row in results.items():
-        print(f"| {name} | {row['num_lstms']} | {row['rollout']:,.0f} | {row['with_advantages']:,.0f} |")
+        flags = ["--envs", str(args.peak_envs), "--steps", str(args.steps), "--hidden", str(args.hidden)]
+        command = [sys.executable, __file__, *flags, "--child", name]
+        row["peak_mib"] = round(int(subprocess.check_output(command, text=True).split()[-1]) / 2**20)
+    print("| | LSTMs | bytes a transition | with values and advantages | peak of a phase, MiB |\n|--|--|--|--|--|")
+    for name, row in results.items():
+        figures = (f"{row[key]:,.0f}" for key in ("num_lstms", "rollout", "with_advantages", "peak_mib"))
+        print(f"| {name} | {' | '.join(figures)} |")
     if args.output:
         versions = {package: version(package) for package in sorted(PACKAGES)}
-        args.output.write_text(json.dumps({"environment": sizes | versions, "results": results}, indent=1) + "\n")
+        args.output.write_text(
+            json.dumps({"environment": sizes | {"peak_envs": args.peak_envs} | versions, "results": results}, indent=1)
+            + "\n"
+        )
         draw(results, args.output.with_suffix(".png"))
 
 

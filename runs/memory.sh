@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Bytes a transition of each library: benchmarks/results/memory.json, half a minute.
+# Bytes a transition of each library: benchmarks/results/memory.json, two minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv sync --quiet --group peers
