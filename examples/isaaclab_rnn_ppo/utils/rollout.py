@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchrl.checkpoint import GlobalRNGState
@@ -53,7 +54,7 @@ def policy_from_worker_env(make_policy: Callable[..., nn.Module]) -> nn.Module:
     return make_policy(observation_spec=env.observation_spec, action_spec=env.action_spec)
 
 
-def accelerated_policy(policy: nn.Module) -> Callable[[TensorDictBase], TensorDictBase]:
+def accelerated_policy(policy: TensorDictModuleBase) -> Callable[[TensorDictBase], TensorDictBase]:
     """``policy`` as one compiled step, on CUDA a replayed graph; writes the action, its log-probability and the state.
 
     TorchRL's ``compile_policy`` and ``cudagraph_policy`` stay unused (0.14.1): ``CudaGraphModule``
