@@ -35,6 +35,7 @@ from isaaclab_rnn_ppo.utils import (
     accelerate,
     apply_schedules,
     bytes_of,
+    check_output,
     check_settings,
     check_skipped,
     checkpoint_path,
@@ -288,6 +289,8 @@ def main(argv: list[str] | None = None) -> None:
         path, checkpoint = resumed or (None, None)
         if checkpoint:
             check_settings(checkpoint, vars(args))
+        run_folder = path.parent.parent if path else Path(args.log_dir) / args.task
+        check_output("--log-dir", run_folder / "config.yaml")
         asset_root, asset_line = resolve_asset_root(args.asset_root, task=args.task)
     print(asset_line, flush=True)
     print_notes(args)

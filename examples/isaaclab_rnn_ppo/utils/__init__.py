@@ -31,6 +31,7 @@ from isaaclab_rnn_ppo.utils.losses import RecurrentPPOLoss, kl_estimate, make_cr
 from isaaclab_rnn_ppo.utils.models import Models, make_models
 from isaaclab_rnn_ppo.utils.nonfinite import NonFiniteRun, check_skipped
 from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
+from isaaclab_rnn_ppo.utils.restore import check_output
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
 from isaaclab_rnn_ppo.utils.signals import Interrupted, interruptible
@@ -59,6 +60,7 @@ __all__ = [
     "apply_schedules",
     "boundary_values",
     "bytes_of",
+    "check_output",
     "check_settings",
     "check_skipped",
     "checkpoint_path",

@@ -286,7 +286,7 @@ class RestartingCollector:
         self, start: Callable[..., SyncCollector | AsyncCollector], *, seed: int, max_restarts: int, first_version: int
     ):
         self._start, self._seed, self.max_restarts, self.num_restarts = start, seed, max_restarts, 0
-        self.collector = start(first_version=first_version, seed=seed)
+        self.collector: SyncCollector | AsyncCollector | None = start(first_version=first_version, seed=seed)
         self._rollouts = None
 
     def collect(self, policy: nn.Module) -> TensorDictBase:
@@ -298,22 +298,24 @@ class RestartingCollector:
         version = self.collector.policy_version
         while True:
             try:
+                if self.collector is None:
+                    self.collector = self._start(first_version=version, seed=self._seed + 10_000 * self.num_restarts)
                 self.collector.update_policy_weights_(policy)
                 if self._rollouts is None:  # not before the first push: asynchronous workers start here
                     self._rollouts = iter(self.collector)
                 return next(self._rollouts)
             except RuntimeError as fault:  # TorchRL's own check raises no other
-                if self.collector.alive and not isinstance(fault, WorkerFault):
-                    raise
+                if self.collector is not None:
+                    if self.collector.alive and not isinstance(fault, WorkerFault):
+                        raise
+                    self.collector.shutdown(timeout=2.0, raise_on_error=False)
+                self.collector = self._rollouts = None
                 if self.num_restarts == self.max_restarts:
                     raise WorkerFault(
                         f"{fault}; {self.num_restarts} restarts were allowed (--max-worker-restarts)"
                     ) from fault
                 self.num_restarts += 1
                 print(f"{fault}: restart {self.num_restarts} of {self.max_restarts}", file=sys.stderr, flush=True)
-                self.collector.shutdown(timeout=2.0, raise_on_error=False)
-                self._rollouts = None
-                self.collector = self._start(first_version=version, seed=self._seed + 10_000 * self.num_restarts)
 
     @property
     def policy_version(self) -> int:
@@ -348,4 +350,5 @@ class RestartingCollector:
         return self.collector.getattr_env(name)
 
     def shutdown(self) -> None:
-        self.collector.shutdown()
+        if self.collector is not None:
+            self.collector.shutdown()

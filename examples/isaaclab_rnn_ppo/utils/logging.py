@@ -6,8 +6,10 @@ import csv
 import math
 import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,6 +53,15 @@ class EpisodeStatistics:
         self._window = deque(state)
 
 
+@contextmanager
+def _no_disk_is_no_reason_to_stop() -> Iterator[None]:
+    """Rows that find the disk full wait in the file's buffer, 8 kB of them."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{CSV_NAME} lacks rows, training goes on: {error}", stacklevel=4)
+
+
 class MetricsCsv:
     """``metrics.csv``: one row an iteration; the first row decides the columns.
 
@@ -71,11 +82,13 @@ class MetricsCsv:
         if self._writer is None:
             self._writer = csv.DictWriter(self._file, list(metrics), extrasaction="ignore")
             self._writer.writeheader()
-        self._writer.writerow(dict(metrics))
-        self._file.flush()
+        with _no_disk_is_no_reason_to_stop():
+            self._writer.writerow(dict(metrics))
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with _no_disk_is_no_reason_to_stop():
+            self._file.close()
 
 
 class Progress:
