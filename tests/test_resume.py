@@ -28,8 +28,7 @@ def train(log_dir: Path, *argv: str, code: int = 0) -> tuple[Path, subprocess.Co
     """Run it; its folder and its output."""
     done = subprocess.run(command(log_dir, *argv), capture_output=True, text=True, timeout=300)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-    (run_dir,) = (log_dir / "Isaac-Cartpole").iterdir()
-    return run_dir, done
+    return max((log_dir / "Isaac-Cartpole").iterdir()), done
 
 
 def rows(run_dir: Path) -> list[dict[str, str]]:
