@@ -32,15 +32,27 @@ class TableEnv(EnvBase):
         critic: adds a ``critic`` group of twice the observation.
         log: adds ``("next", "log")`` [N, 2]: the reward and its negative where an episode ends.
         delay_s: what a step takes at least.
+        fail_at: step, counted over the env's life, that raises.
     """
 
     def __init__(
-        self, roots, finals, ends, rewards, *, num_actions=2, critic=False, log=False, delay_s=0.0, device="cpu"
+        self,
+        roots,
+        finals,
+        ends,
+        rewards,
+        *,
+        num_actions=2,
+        critic=False,
+        log=False,
+        delay_s=0.0,
+        fail_at=None,
+        device="cpu",
     ):
         num_envs, num_obs = roots.shape[1:]
         super().__init__(device=device, batch_size=[num_envs])
         self.tables = roots, finals, ends, rewards
-        self.k, self.critic, self.log, self.delay_s = 0, critic, log, delay_s
+        self.k, self.critic, self.log, self.delay_s, self.fail_at = 0, critic, log, delay_s, fail_at
         shape = (num_envs, num_obs)
         groups = {"policy": Unbounded(shape)} | ({"critic": Unbounded(shape)} if critic else {})
         self.observation_spec = Composite(groups, shape=[num_envs])
@@ -60,6 +72,8 @@ class TableEnv(EnvBase):
     def _step(self, tensordict):
         if self.delay_s:
             time.sleep(self.delay_s)
+        if self.k == self.fail_at:
+            raise RuntimeError(f"the table ends at step {self.k}")
         roots, finals, ends, rewards = self.tables
         row = self.k % len(ends)
         self.k += 1

@@ -185,6 +185,15 @@ def test_one_worker_too_many(tmp_path):
     assert "Traceback" not in message and newest(tmp_path) == num_rows(tmp_path)
 
 
+@pytest.mark.slow
+def test_what_a_worker_raises_is_said(tmp_path):
+    _, done = train(tmp_path, "--iterations", "9", "--max-worker-restarts", "1", "env.fail_at=20", code=1)
+    reason = "worker 0: RuntimeError: the table ends at step 20"
+    assert f"{reason}: restart 1 of 1" in done.stderr
+    assert f"train.py: error: {reason}; 1 restarts were allowed (--max-worker-restarts); --resume " in done.stderr
+    assert newest(tmp_path) == num_rows(tmp_path) == 4
+
+
 PHASES = {
     "collection": ["--num-epochs", "1", "env.delay_s=0.5"],
     "update": ["--num-epochs", "100"],

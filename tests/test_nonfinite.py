@@ -153,12 +153,14 @@ class PoisonedLoss(nn.Module):
 
     def forward(self, window):
         loss = self.net(window["x"]).square().mean() * window["loss"].mean()
-        return {"loss_policy": Poison.apply(loss, window["grad"].mean()), "kl": window["kl"].mean()}
+        loss = Poison.apply(loss, window["grad"].mean())
+        # A constant that is not finite leaves the gradient as it is.
+        return {"loss_policy": loss, "loss_constant": window["constant"].mean(), "kl": window["kl"].mean()}
 
 
-def poison_minibatch(seed=0, *, loss=1.0, grad=1.0, device="cpu"):
+def poison_minibatch(seed=0, *, loss=1.0, grad=1.0, constant=0.0, device="cpu"):
     x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(seed))
-    values = {"loss": loss, "grad": grad, "kl": 1.0}
+    values = {"loss": loss, "grad": grad, "constant": constant, "kl": 1.0}
     steps = TensorDict({"x": x} | {key: torch.full((2, 4), value) for key, value in values.items()}, [2, 4])
     return TensorDict({"steps": steps, "initial": TensorDict({}, [2])}, [2]).to(device)
 
@@ -178,7 +180,7 @@ def test_a_bad_loss_or_gradient_leaves_no_trace(how):
     options = {"compile_mode": "default" if how == "compiled" else None}
     good = [poison_minibatch(i) for i in range(4)]
     nan, large = float("nan"), 1e30
-    bad = [{"loss": nan}, {"grad": nan}, {"loss": large}, {"grad": large}, {"grad": float("inf")}]
+    bad = [{"loss": nan}, {"grad": nan}, {"loss": large}, {"grad": large}, {"constant": nan}]
     bad = [poison_minibatch(9, **where) for where in bad]
     torch._dynamo.reset()
     state, skipped, metrics = run_poisoned([good[0], *bad[:2], good[1], *bad[2:], good[2], good[3]], **options)

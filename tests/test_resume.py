@@ -27,7 +27,7 @@ def command(log_dir: Path, *argv: str) -> list[str]:
 def train(log_dir: Path, *argv: str, code: int = 0) -> tuple[Path, subprocess.CompletedProcess]:
     """Run it; its folder and its output."""
     done = subprocess.run(command(log_dir, *argv), capture_output=True, text=True, timeout=300)
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code, done.stderr
     return max((log_dir / "Isaac-Cartpole").iterdir()), done
 
 

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,9 +94,13 @@ class _LearnerSide(MultiCollector):
     ``_queue_len`` and ``_get_from_queue`` in ``AsyncCollector``; ``tests/test_collectors.py`` pins them.
     """
 
-    def __init__(self, *args, first_version: int, worker_timeout_s: float, **kwargs):
-        self._version, self.worker_timeout_s = first_version, worker_timeout_s
+    def __init__(self, *args, first_version: int, worker_timeout_s: float, failures: SimpleQueue, **kwargs):
+        self._version, self.worker_timeout_s, self._failures = first_version, worker_timeout_s, failures
         super().__init__(*args, **kwargs)
+
+    def failure(self) -> str | None:
+        """What a worker said before it ended, if it could."""
+        return None if self._failures.empty() else self._failures.get()
 
     def wait_for(self, messages: Any) -> Any:
         """Next entry of a worker's queue.
@@ -234,6 +240,7 @@ def make_collector(
     envs_per_worker = num_envs // num_collectors
     frames = envs_per_worker * rollout_steps
     cores = torch.get_num_threads()
+    failures = get_context("spawn").SimpleQueue()
     collector = AsyncCollector if async_collection else SyncCollector
     return collector(
         [create_env_fn] * num_collectors,
@@ -255,8 +262,10 @@ def make_collector(
             batch_envs=envs_per_worker if async_collection else num_envs,
             first_version=first_version,
             accelerate_policy=accelerate_policy,
+            failures=failures,
         ),
         init_fn=_init_worker,
+        failures=failures,
         first_version=first_version,
         worker_timeout_s=worker_timeout_s,
         # Synchronous phases alternate, so both may use every core; overlapping ones share them.
@@ -286,8 +295,8 @@ class RestartingCollector:
         self, start: Callable[..., SyncCollector | AsyncCollector], *, seed: int, max_restarts: int, first_version: int
     ):
         self._start, self._seed, self.max_restarts, self.num_restarts = start, seed, max_restarts, 0
-        self.collector: SyncCollector | AsyncCollector | None = start(first_version=first_version, seed=seed)
-        self._rollouts = None
+        self.collector = start(first_version=first_version, seed=seed)
+        self._is_down, self._rollouts = False, None
 
     def collect(self, policy: nn.Module) -> TensorDictBase:
         """Push the weights of ``policy`` and return the next batch.
@@ -298,24 +307,27 @@ class RestartingCollector:
         version = self.collector.policy_version
         while True:
             try:
-                if self.collector is None:
+                if self._is_down:
                     self.collector = self._start(first_version=version, seed=self._seed + 10_000 * self.num_restarts)
+                    self._is_down = False
                 self.collector.update_policy_weights_(policy)
                 if self._rollouts is None:  # not before the first push: asynchronous workers start here
                     self._rollouts = iter(self.collector)
                 return next(self._rollouts)
             except RuntimeError as fault:  # TorchRL's own check raises no other
-                if self.collector is not None:
+                reason = str(fault)
+                if not self._is_down:
                     if self.collector.alive and not isinstance(fault, WorkerFault):
                         raise
+                    reason = self.collector.failure() or reason
                     self.collector.shutdown(timeout=2.0, raise_on_error=False)
-                self.collector = self._rollouts = None
+                self._is_down, self._rollouts = True, None
                 if self.num_restarts == self.max_restarts:
                     raise WorkerFault(
-                        f"{fault}; {self.num_restarts} restarts were allowed (--max-worker-restarts)"
+                        f"{reason}; {self.num_restarts} restarts were allowed (--max-worker-restarts)"
                     ) from fault
                 self.num_restarts += 1
-                print(f"{fault}: restart {self.num_restarts} of {self.max_restarts}", file=sys.stderr, flush=True)
+                print(f"{reason}: restart {self.num_restarts} of {self.max_restarts}", file=sys.stderr, flush=True)
 
     @property
     def policy_version(self) -> int:
@@ -350,5 +362,5 @@ class RestartingCollector:
         return self.collector.getattr_env(name)
 
     def shutdown(self) -> None:
-        if self.collector is not None:
+        if not self._is_down:
             self.collector.shutdown()

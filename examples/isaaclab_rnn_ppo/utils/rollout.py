@@ -25,6 +25,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ class RolloutCollector(Collector):
         batch_envs: envs in one of the learner's batches, likewise.
         first_version: version of the weights that the next push replaces.
         accelerate_policy: compile the policy step, and on CUDA replay it as a graph.
+        failures: told in one line of what ends ``rollout``.
     """
 
     def __init__(
@@ -111,8 +113,10 @@ class RolloutCollector(Collector):
         batch_envs: int = 0,
         first_version: int = 0,
         accelerate_policy: bool = False,
+        failures: SimpleQueue | None = None,
         **kwargs,
     ):
+        self._failures = failures
         self.boundary_slots, self.accelerate_policy = boundary_slots, accelerate_policy
         self._memory_envs: dict[str, Any] = {"num_envs": num_envs, "batch_envs": batch_envs}
         self._version = self._pending_version = first_version
@@ -228,9 +232,14 @@ class RolloutCollector(Collector):
         self._num_finals.zero_()
         for key in self._state_keys:
             batch["initial"][key].copy_(self._carrier[key])
-        with set_exploration_type(self.exploration_type):
-            for t in range(self.frames_per_batch):
-                self._collect_step(t)  # a method, so that nothing of a step outlives it
+        try:
+            with set_exploration_type(self.exploration_type):
+                for t in range(self.frames_per_batch):
+                    self._collect_step(t)  # a method, so that nothing of a step outlives it
+        except Exception as error:
+            if self._failures is not None:
+                self._failures.put(f"worker {self.worker_idx}: {type(error).__name__}: {str(error)[:2000]}")
+            raise
         return batch
 
     def _collect_step(self, t: int) -> None:
