@@ -23,6 +23,7 @@ from isaaclab_rnn_ppo.utils.evaluate import (
     policy_weights,
 )
 from tensor_env import TERMINATE, TRUNCATE, TableEnv, make_local_collector, make_test_models, with_transforms
+from test_play import read_video
 
 N, NUM_OBS, PERIOD = 4, 3, 10
 
@@ -189,8 +190,13 @@ class FakeEvaluator:
         self.results, self.may_end, self.seen, self.closed = [], threading.Semaphore(0), [], False
         self.stop = False
 
-    def evaluate(self, weights):
+    step_dt = 0.1
+
+    def evaluate(self, weights, on_frames=None):
         self.seen.append(weights["actor"].clone())
+        if on_frames is not None:
+            for _ in range(2):
+                on_frames(np.zeros((3, 48, 64, 3), np.uint8))
         assert self.may_end.acquire(timeout=10)
         mean = self.results.pop(0)
         return Evaluation(np.array([mean - 1, mean + 1]), np.array([3, 5]), {}, {}, 0)
@@ -286,3 +292,23 @@ def test_an_evaluation_whose_worker_died_starts_again(tmp_path):
     assert evaluation.step(actor, {"iteration": 2}, last=True)["eval/return"] == 2.0
     evaluation.close()
     assert evaluators[0].closed and evaluators[1].closed
+
+
+def test_each_evaluation_leaves_a_video(tmp_path):
+    evaluator = FakeEvaluator()
+    evaluation = PeriodicEvaluation(
+        lambda: evaluator, interval=2, best_path=tmp_path / "best.pt", video_dir=tmp_path / "videos"
+    )
+    actor = torch.nn.Linear(1, 1)
+    actor.in_keys = actor.out_keys = []
+    evaluator.results = [1.0, 2.0]
+    evaluation.step(actor, {"iteration": 2})
+    assert evaluation.video is None
+    evaluator.may_end.release()
+    settle(evaluation)
+    evaluation.step(actor, {"iteration": 3})
+    assert evaluation.video == tmp_path / "videos" / "iteration_0000002.mp4"
+    assert len(read_video(evaluation.video)) == 6
+    evaluation.step(actor, {"iteration": 3})
+    assert evaluation.video is None
+    evaluation.close()

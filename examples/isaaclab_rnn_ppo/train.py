@@ -60,6 +60,7 @@ from isaaclab_rnn_ppo.utils import (
     save_checkpoint,
     user_errors,
 )
+from isaaclab_rnn_ppo.utils.video import add_camera
 
 
 def seed_everything(seed: int) -> None:
@@ -352,10 +353,15 @@ def main(argv: list[str] | None = None) -> None:
         iteration, frames = (checkpoint["iteration"], checkpoint["frames"]) if checkpoint else (0, 0)
         logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=iteration)
         evaluation = make_evaluation(
-            create_env_fn=partial(create_env_fn, overrides=evaluation_overrides(args.env_overrides)),
+            create_env_fn=partial(
+                create_env_fn,
+                overrides=evaluation_overrides(args.env_overrides),
+                configure=partial(add_camera, width=320, height=240) if args.eval_video else None,
+            ),
             make_actor=partial(make_actor, model_factory(args)),
             interval=args.eval_interval,
             num_envs=args.eval_num_envs,
+            num_frames=args.eval_video,
             run_dir=run_dir,
             device=args.device,
             seed=args.seed,
@@ -375,6 +381,8 @@ def main(argv: list[str] | None = None) -> None:
             state = training_state(iteration, frames, collector, episodes, objectives, task_info, args)
             metrics |= evaluation.step(models.actor, state, last=iteration == args.iterations)
             logger.log(metrics, step=frames)
+            if evaluation.video is not None:
+                logger.log_video(evaluation.video, step=frames)
             check_skipped(
                 batch,
                 iteration=iteration,

@@ -184,6 +184,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
             int, "iterations between evaluations, beside training in a process of their own (null: none)"
         ),
         "eval_num_envs": _positive(int, "environments of an evaluation; each plays one episode"),
+        "eval_video": _positive(
+            int,
+            "frames of a video of each evaluation's first environment, in the run's folder and in wandb (null: none); "
+            "all its environments are drawn, so keep --eval-num-envs small",
+        ),
         "resume": Flag(str, "checkpoint file or run folder to continue, or auto: the task's latest run, if any"),
     },
 }
@@ -357,6 +362,8 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
         for name in ("num_layers", "memory_horizon", "critic_num_layers"):
             if name in typed:
                 parser.error(f"{_dashed(name)} {getattr(args, name)}: --rnn none has no recurrent core.")
+    if args.eval_video is not None and args.eval_interval is None:
+        parser.error(f"--eval-video {args.eval_video}: nothing is evaluated; add --eval-interval.")
     if args.action_dist == "tanh_normal" and args.bounds_coeff > 0:
         parser.error(f"--bounds-coeff {args.bounds_coeff}: --action-dist tanh_normal is bounded already.")
     if args.freeze_normalizer_after is not None and not (args.normalize_obs or args.normalize_value):

@@ -26,7 +26,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from isaaclab_rnn_ppo.utils.checkpoint import CHECKPOINT_DIR, load_checkpoint, save_checkpoint
 from isaaclab_rnn_ppo.utils.collectors import WorkerFault, make_collector
-from isaaclab_rnn_ppo.utils.video import CameraFrames
+from isaaclab_rnn_ppo.utils.video import CameraFrames, write_mp4
 
 TERMINATION_PREFIX = "Episode_Termination/"
 BACKGROUND_NICENESS = 19
@@ -108,7 +108,7 @@ def make_evaluation_env(
 
     Args:
         create_env_fn: makes the env (with a camera where ``num_frames`` is not 0).
-        num_frames: frames to draw, in all.
+        num_frames: frames to draw an evaluation.
         background: leave the machine to others: one thread, lowest priority.
     """
     if background:
@@ -121,7 +121,7 @@ def make_evaluation_env(
     if num_frames:
         frames = CameraFrames(base._env.unwrapped, num_frames)
         env.append_transform(frames)
-        base.take_frames = frames.take
+        base.start_frames, base.take_frames = frames.start, frames.take
     return env
 
 
@@ -227,7 +227,7 @@ class Evaluator:
         deterministic: the mean action instead of a sample.
         sizes: see ``make_evaluation_policy``.
         rollout_steps: steps between two looks at what has ended.
-        num_frames: video frames to draw from the start on; needs a camera (``video.add_camera``).
+        num_frames: video frames to draw from the start of an evaluation on; needs a camera (``video.add_camera``).
         background: see ``make_evaluation_env``.
         device, seed: of the envs.
     """
@@ -277,6 +277,8 @@ class Evaluator:
         self._collector.update_policy_weights_(weights)
         self._collector.reset()
         self._collector.map_fn("env.recorder.start")
+        if self.num_frames:
+            self._collector.map_fn("env.start_frames")
         rows, counts, steps, num_frames = [], np.zeros(self.num_envs, int), 0, 0
         while not self.stop:
             next(self._rollouts)
@@ -318,6 +320,10 @@ class PeriodicEvaluation:
         interval: iterations.
         best_path: where the checkpoint with the highest mean return goes. One that is there already is the one to
             beat.
+        video_dir: gets a video of each evaluation, if the evaluator draws frames.
+
+    Attributes:
+        video: of the evaluation that the last ``step`` returned; None if there is none.
     """
 
     COLUMNS = ("eval/return", "eval/return_std", "eval/length", "eval/iteration")
@@ -328,8 +334,10 @@ class PeriodicEvaluation:
         *,
         interval: int,
         best_path: Path,
+        video_dir: Path | None = None,
     ):
-        self.interval, self.best_path = interval, best_path
+        self.interval, self.best_path, self.video_dir = interval, best_path, video_dir
+        self.video: Path | None = None
         self.best_return = -math.inf
         if best_path.exists():
             self.best_return = load_checkpoint(best_path)["eval_return"]
@@ -349,17 +357,29 @@ class PeriodicEvaluation:
             ``COLUMNS``: of an evaluation that has finished since the last call, else NaN.
         """
         metrics: dict[str, float] = dict.fromkeys(self.COLUMNS, math.nan)
+        self.video = None
         if self._running is not None and (last or self._running[0].done()):
             metrics = self._finish()
         if self._running is None and (last or state["iteration"] % self.interval == 0):
-            result = self._thread.submit(self._evaluate, policy_weights(actor))
+            result = self._thread.submit(self._evaluate, policy_weights(actor), state["iteration"])
             self._running = result, tree_map(_to_host, state)
             if last:
                 metrics = self._finish()
         return metrics
 
-    def _evaluate(self, weights: TensorDictBase) -> Evaluation:
-        return self._evaluator.result().evaluate(weights)
+    def _video_path(self, iteration: int) -> Path:
+        assert self.video_dir is not None
+        return self.video_dir / f"iteration_{iteration:07d}.mp4"
+
+    def _evaluate(self, weights: TensorDictBase, iteration: int) -> Evaluation:
+        evaluator = self._evaluator.result()
+        if self.video_dir is None:
+            return evaluator.evaluate(weights)
+        frames: list[np.ndarray] = []
+        evaluation = evaluator.evaluate(weights, on_frames=frames.append)
+        if frames:
+            write_mp4(self._video_path(iteration), np.concatenate(frames), fps=1 / evaluator.step_dt)
+        return evaluation
 
     def _finish(self) -> dict[str, float]:
         assert self._running is not None
@@ -373,6 +393,8 @@ class PeriodicEvaluation:
             return dict.fromkeys(self.COLUMNS, math.nan)
         if not len(evaluation.returns):
             return dict.fromkeys(self.COLUMNS, math.nan)
+        if self.video_dir is not None and self._video_path(state["iteration"]).exists():
+            self.video = self._video_path(state["iteration"])
         mean = float(evaluation.returns.mean())
         if mean > self.best_return:
             self.best_return = mean
@@ -404,13 +426,15 @@ def make_evaluation(
     run_dir: Path,
     device: torch.device | str,
     seed: int,
+    num_frames: int | None = None,
 ) -> PeriodicEvaluation | NoEvaluation:
     """Evaluation beside training; with ``interval`` None there is none.
 
     Args:
         create_env_fn, make_actor, num_envs, device: see ``Evaluator``.
-        run_dir: gets ``checkpoints/best.pt``.
+        run_dir: gets ``checkpoints/best.pt``, and ``videos``.
         seed: of training; the evaluation's is another.
+        num_frames: of the video of each evaluation; None for no video.
     """
     if interval is None:
         return NoEvaluation()
@@ -419,11 +443,17 @@ def make_evaluation(
         create_env_fn=create_env_fn,
         make_actor=make_actor,
         num_envs=num_envs,
+        num_frames=num_frames or 0,
         background=True,
         device=device,
         seed=seed + SEED_OFFSET,
     )
-    return PeriodicEvaluation(make_evaluator, interval=interval, best_path=run_dir / CHECKPOINT_DIR / BEST_NAME)
+    return PeriodicEvaluation(
+        make_evaluator,
+        interval=interval,
+        best_path=run_dir / CHECKPOINT_DIR / BEST_NAME,
+        video_dir=run_dir / "videos" if num_frames else None,
+    )
 
 
 def evaluation_overrides(trained: Sequence[str], given: Sequence[str] = ()) -> list[str]:
@@ -434,6 +464,8 @@ def evaluation_overrides(trained: Sequence[str], given: Sequence[str] = ()) -> l
 
 class NoEvaluation:
     """Training without evaluation."""
+
+    video = None
 
     def step(self, actor: TensorDictModuleBase, state: dict[str, Any], *, last: bool = False) -> dict[str, float]:
         return {}

@@ -142,7 +142,7 @@ class RunLogger:
 
     def __init__(self, run_dir: Path, *, kind: str, num_iterations: int, first_iteration: int = 0):
         self._csv = MetricsCsv(run_dir / CSV_NAME, first_iteration)
-        self._logger = make_torchrl_logger(kind, run_dir)
+        self._kind, self._logger = kind, make_torchrl_logger(kind, run_dir)
         self._progress = Progress(num_iterations, first_iteration)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -152,6 +152,13 @@ class RunLogger:
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             self._logger.log_metrics(finite, step=step)
         self._progress.show(metrics)
+
+    def log_video(self, path: Path, step: int) -> None:
+        """Give a video to wandb; the other loggers show none, and it is in the run's folder anyway."""
+        if self._kind == "wandb" and self._logger is not None:
+            import wandb  # slow to import, and only wandb's users need it
+
+            self._logger.experiment.log({"eval/video": wandb.Video(str(path), format="mp4")}, step=step)
 
     def close(self) -> None:
         self._progress.close()

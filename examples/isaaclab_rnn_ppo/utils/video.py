@@ -17,8 +17,8 @@ from torchrl.envs.transforms import Transform
 
 CAMERA = "video_camera"
 
-# From the robot to the camera for a robot of 0.6 m around its middle: the bundled Ant and Cartpole fill the view.
-_OFFSET_M, _OFFSET_RADIUS_M = (2.3, 1.7, 1.2), 0.6
+# From the robot to the camera for a robot of 0.6 m around its middle: all of the bundled Ant and Cartpole is in view.
+_OFFSET_M, _OFFSET_RADIUS_M = (3.0, 2.2, 1.5), 0.6
 _FOLLOW = (
     0.2  # share of the way to the robot that the camera's target moves at a step: its gait does not shake the view
 )
@@ -59,7 +59,7 @@ class CameraFrames(Transform):
 
     Args:
         isaac: the unwrapped Isaac Lab env, with a camera of ``add_camera``.
-        num_frames: it stops drawing after as many.
+        num_frames: it stops drawing after as many, until ``start``.
     """
 
     def __init__(self, isaac: Any, num_frames: int):
@@ -68,12 +68,16 @@ class CameraFrames(Transform):
         self._isaac = [isaac]  # in a list: not a submodule
         self._camera = isaac.scene.sensors[CAMERA]
         self._robot = next(iter(isaac.scene.articulations.values()))
-        self._frames: list[np.ndarray] = []
-        self._num_drawn = 0
+        self.start()
         self._target = self._positions().mean(1)
         radius = (self._positions() - self._target.unsqueeze(1)).norm(dim=-1).max()
         self._offset = torch.tensor(_OFFSET_M, device=radius.device) * (radius / _OFFSET_RADIUS_M).clamp(min=1.0)
         _paint(self._camera)
+
+    def start(self) -> None:
+        """Draw ``num_frames`` frames from the next step on."""
+        self._frames: list[np.ndarray] = []
+        self._num_drawn = 0
 
     def _positions(self) -> torch.Tensor:
         return self._robot.data.body_pos_w.torch
