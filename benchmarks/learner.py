@@ -29,7 +29,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def measure(names: list[str], *, num_lstms: int, num_envs: int, num_steps: int, hidden: int, rounds: int) -> dict:
+def measure(
+    names: list[str], *, num_lstms: int, num_envs: int, num_steps: int, hidden: int, rounds: int, clock: str
+) -> dict:
     """Time the contestants that have so many LSTMs."""
     plain = Plain(hidden, separate=num_lstms == 2)
     tensors = plain_batch(synthetic_rollout(num_envs, num_steps, hidden))
@@ -44,7 +46,7 @@ def measure(names: list[str], *, num_lstms: int, num_envs: int, num_steps: int, 
         calls[name] = contestant.learn
     for call in calls.values():
         call()
-    figures = interleaved(calls, reference="plain", rounds=rounds, clock="wall")
+    figures = interleaved(calls, reference="plain", rounds=rounds, clock=clock)
     figures["samples_per_s"] = {
         name: round(1e3 * num_envs * num_steps / ms) for name, ms in figures.get("ms", {}).items()
     }
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for one thread")
     parser.add_argument("--output", type=Path, help="JSON file for the results; the picture goes beside it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -108,7 +111,7 @@ def main() -> None:
             names = [name for name in args.contestants if CONTESTANTS[name].num_lstms == num_lstms]
             if names:
                 sizes = {"num_lstms": num_lstms, "num_envs": num_envs, "num_steps": args.steps, "hidden": args.hidden}
-                results.append(measure(names, **sizes, rounds=args.rounds))
+                results.append(measure(names, **sizes, rounds=args.rounds, clock=args.clock))
                 print(json.dumps(results[-1]), flush=True)
     print(table(results))
     if args.output:
