@@ -17,7 +17,7 @@ import pytest
 from isaaclab_rnn_ppo.utils.checkpoint import checkpoints, load_checkpoint
 from test_resume import assert_same_run, command, rows, train
 
-NUM_ITERATIONS = 40
+NUM_ITERATIONS = 150
 RUN = ["--iterations", str(NUM_ITERATIONS), "--checkpoint-interval", "1", "--num-epochs", "1", "env.delay_s=0.005"]
 
 
@@ -125,15 +125,14 @@ def kill_learner(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_killed_learner_loses_nothing_but_the_iteration_in_flight(seed, tmp_path, shm):
-    """Five times; two of them while a checkpoint is being written. In the end it is the run without a fault."""
+    """Ten times; four of them while a checkpoint is being written. In the end it is the run without a fault."""
     moments = random.Random(seed)
-    kill_learner(tmp_path, shm, started=False, delay_s=moments.uniform(0, 20))
-    kill_learner(tmp_path, shm, writing=True)
-    kill_learner(tmp_path, shm, delay_s=moments.uniform(0, 1))
-    kill_learner(tmp_path, shm, writing=True, delay_s=moments.uniform(0, 0.005))
-    kill_learner(tmp_path, shm, delay_s=moments.uniform(0, 1))
+    kill_learner(tmp_path, shm, started=False, delay_s=moments.uniform(0, 10))
+    for writing in (True, False, True, False, False, True, False, True, False):
+        delay_s = moments.uniform(0, 0.005) if writing else moments.uniform(0, 1)
+        kill_learner(tmp_path, shm, writing=writing, delay_s=delay_s)
     faulty, _ = train(tmp_path, *RUN, "--resume", "auto")
     whole, _ = train(tmp_path / "whole", *RUN)
     assert [row["iteration"] for row in rows(faulty)] == [str(i + 1) for i in range(NUM_ITERATIONS)]
