@@ -56,6 +56,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def assert_gone(pids: list[int]) -> None:
+    """10 s from now at the latest."""
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
 def workers(learner: int) -> list[int]:
     """Of its children the spawned ones, not multiprocessing's resource tracker."""
     pids = [pid for pid in descendants(learner) if is_alive(pid)]
@@ -116,10 +124,7 @@ def kill_learner(
         run.wait()
     unfinished = [path.name for path in run_folder(log_dir).glob("checkpoints/*.tmp")] if run_folder(log_dir) else []
     print(f"killed after iteration {num_rows(log_dir)}, half-written: {unfinished}")
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, family)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in family if is_alive(pid)]
+    assert_gone(family)
     assert list(shm.iterdir()) == []
     assert newest(log_dir) >= max(before, num_rows(log_dir) - 1)
 
@@ -222,7 +227,7 @@ def test_told_to_go(phase, number, code, tmp_path):
         start = time.monotonic()
         assert run.wait(timeout=30) == code
         print(f"{number.name} during {phase}: gone after {time.monotonic() - start:.1f} s")
-    assert not [pid for pid in family if is_alive(pid)]
+    assert_gone(family)
     assert newest(tmp_path) == num_rows(tmp_path) >= 2
     message = (tmp_path / "stderr").read_text()
     assert f"stopped by {number.name}" in message and "Traceback" not in message
