@@ -12,6 +12,7 @@ from tensor_env import make_local_collector, make_random_env
 from torchrl.checkpoint import GlobalRNGState
 
 SCRIPT = Path(__file__).parent / "train_tensor_env.py"
+TRAIN = Path(__file__).parent.parent / "examples" / "isaaclab_rnn_ppo" / "train.py"
 SETTINGS = """
     --task Isaac-Cartpole --asset-root bundled --device cpu --num-envs 8 --rollout-steps 8 --num-minibatches 2
     --hidden-size 16 --actor-hidden 16 --normalize-obs --normalize-value --lr-schedule adaptive
@@ -109,3 +110,28 @@ def test_a_run_of_nothing_but_nan_stops_saves_and_says_why(tmp_path):
     assert all(value.isfinite().all() for value in state["model"].values())
     batch = torch.load(run_dir / "nonfinite_batch.pt", weights_only=True)
     assert batch["steps"]["next"]["reward"].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.isaac
+def test_a_resumed_run_on_isaac_lab_goes_on_without_a_dip(tmp_path):
+    """Its physics state is not in a checkpoint: the returns go on within the spread of three seeds, plus that spread."""
+    half, settings = 25, ["--task", "Isaac-Cartpole", "--asset-root", "bundled", "--device", "cpu"]
+
+    def run(name: str, *argv: str) -> list[dict[str, str]]:
+        log_dir = tmp_path / name
+        command = [sys.executable, str(TRAIN), *settings, "--log-dir", str(log_dir), *argv]
+        subprocess.run(command, capture_output=True, check=True, timeout=300)
+        return rows(next((log_dir / "Isaac-Cartpole").iterdir()))
+
+    whole = [run(f"seed {seed}", "--seed", str(seed), "--iterations", str(2 * half)) for seed in range(3)]
+    first = run("halves", "--iterations", str(half))
+    second = run("halves", "--iterations", str(2 * half), "--resume", "auto")
+    assert first == whole[0][:half] == second[:half]
+    for name in ("iteration", "frames", "policy_version", "lr"):
+        assert [row[name] for row in second] == [row[name] for row in whole[0]], name
+    for i in range(half, 2 * half):
+        returns = [float(table[i]["episode_return"]) for table in whole]
+        resumed = float(second[i]["episode_return"])
+        print(f"iteration {i + 1}: {', '.join(f'{value:.2f}' for value in returns)}; resumed {resumed:.2f}")
+        assert resumed >= min(returns) - (max(returns) - min(returns)), i

@@ -171,20 +171,30 @@ def make_torchrl_logger(kind: str, run_dir: Path) -> Logger | None:
     """TorchRL's logger of that kind.
 
     wandb takes project, entity, group and mode from its own environment variables, and is offline
-    where nobody is logged in: no prompt can stop a run.
+    where nobody is logged in or no server answers: nothing about it can stop a run. A run folder is one run
+    of wandb, however often it is resumed.
     """
     if kind in ("csv", "none"):
         return None
-    options = {}
-    if kind == "wandb":
-        logged_in = "WANDB_API_KEY" in os.environ or _has_netrc_entry()
-        mode = os.environ.get("WANDB_MODE", "online" if logged_in else "offline")
-        options["wandb_kwargs"] = {
-            "offline": mode != "online",
-            "mode": mode,
-            "project": os.environ.get("WANDB_PROJECT", "isaaclab_rnn_ppo"),
-        }
-    return get_logger(kind, str(run_dir), run_dir.name, **options)
+    if kind != "wandb":
+        return get_logger(kind, str(run_dir), run_dir.name)
+    import wandb  # lazy: its import costs every worker, which has this module too, a second
+
+    logged_in = "WANDB_API_KEY" in os.environ or _has_netrc_entry()
+    mode = os.environ.get("WANDB_MODE", "online" if logged_in else "offline")
+    options = {
+        "id": f"{run_dir.parent.name}-{run_dir.name}".replace(":", "-"),
+        "project": os.environ.get("WANDB_PROJECT", "isaaclab_rnn_ppo"),
+    }
+    try:
+        options |= {"mode": mode, "offline": mode != "online"}
+        return get_logger(kind, str(run_dir), run_dir.name, wandb_kwargs=options)
+    except wandb.Error as error:
+        wandb.teardown()  # it takes the run's id for used
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"--logger wandb: {reason}; offline instead, `wandb sync` sends it later", stacklevel=2)
+        options |= {"mode": "offline", "offline": True}
+        return get_logger(kind, str(run_dir), run_dir.name, wandb_kwargs=options)
 
 
 def _has_netrc_entry() -> bool:
