@@ -115,7 +115,7 @@ def test_a_run_of_nothing_but_nan_stops_saves_and_says_why(tmp_path):
 @pytest.mark.slow
 @pytest.mark.isaac
 def test_a_resumed_run_on_isaac_lab_goes_on_without_a_dip(tmp_path):
-    """Its physics state is not in a checkpoint: the returns go on within the spread of three seeds, plus that spread."""
+    """Its physics state is not in a checkpoint: the returns go on within three seeds and their spread."""
     half, settings = 25, ["--task", "Isaac-Cartpole", "--asset-root", "bundled", "--device", "cpu"]
 
     def run(name: str, *argv: str) -> list[dict[str, str]]:
