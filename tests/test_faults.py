@@ -230,7 +230,10 @@ def test_told_to_go(phase, number, code, tmp_path):
     assert_gone(family)
     assert newest(tmp_path) == num_rows(tmp_path) >= 2
     message = (tmp_path / "stderr").read_text()
-    assert f"stopped by {number.name}" in message and "Traceback" not in message
+    assert (
+        f"stopped by {number.name}; --resume {run_folder(tmp_path)} continues the run." in message
+        and "Traceback" not in message
+    )
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ from isaaclab_rnn_ppo.utils import (
     resume_from,
     save_checkpoint,
     user_errors,
+    versions,
 )
 from isaaclab_rnn_ppo.utils.video import add_camera
 
@@ -261,6 +262,7 @@ def training_state(
         "workers": [],
         "config": vars(args),
         "task_info": task_info,
+        "versions": versions(),
     }
     for objective in objectives:
         state |= objective.state_dict()
@@ -396,7 +398,8 @@ def main(argv: list[str] | None = None) -> None:
     except (Interrupted, WorkerFault, NonFiniteRun) as stop:
         if run_dir is not None and state is not None:  # the last whole iteration: what was in flight is abandoned
             save_or_warn(run_dir, state, args.keep_checkpoints)
-        print(farewell(stop, run_dir if state else None), file=sys.stderr, flush=True)
+        resumable = run_dir if state else path and path.parent.parent
+        print(farewell(stop, resumable), file=sys.stderr, flush=True)
         raise SystemExit(stop.exit_code if isinstance(stop, Interrupted) else 1) from None
     finally:
         if collector is not None:

@@ -11,6 +11,7 @@ from isaaclab_rnn_ppo.utils.checkpoint import (
     restore_rng,
     resume_from,
     save_checkpoint,
+    versions,
 )
 from isaaclab_rnn_ppo.utils.collectors import (
     AsyncCollector,
@@ -95,5 +96,6 @@ __all__ = [
     "set_learning_rate",
     "user_errors",
     "value_loss",
+    "versions",
     "with_initial_state",
 ]

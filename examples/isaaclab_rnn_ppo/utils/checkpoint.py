@@ -7,6 +7,8 @@ import io
 import os
 import warnings
 from collections.abc import Buffer, Iterator
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,12 @@ def checkpoint_path(run_dir: Path, iteration: int) -> Path:
 def checkpoints(run_dir: Path) -> list[Path]:
     """Those of a run folder, oldest first; not ``best.pt``."""
     return sorted((run_dir / CHECKPOINT_DIR).glob("iteration_*.pt"))
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of this suite and of what reads a checkpoint."""
+    return {name: version(name) for name in ("isaaclab-rnn-ppo", "torch", "torchrl", "tensordict")}
 
 
 def checksum(state: Any) -> str:
