@@ -8,6 +8,8 @@ embedding 256, H 256, T 32, 3 % of the steps end an episode. `peers.py` says how
 nn.LSTM in torch without resets (`learner_phase.py`), with as many LSTMs as the contestant has: one shared by actor and
 critic, or two. Contestants take turns in one process; `learner_phase.py` has the rule that drops loaded rounds.
 
+Results are added to the output, and replace those of the same sizes and clock.
+
 `lstm passes` are forward steps through an LSTM in a phase, padding included, in units of N x T, counted by hooks: 3
 epochs make 3, and advantages from fresh values one more. The others store values while they collect, so their passes
 for the advantages belong to the collection and are not timed here.
@@ -41,11 +43,10 @@ def measure(
         contestant = CONTESTANTS[name](num_envs, num_steps, OBS, ACT, hidden)
         contestant.collect(window)
         passes[name] = round(count_lstm_steps(contestant), 2)
-        for _ in range(rounds + 1):
+        for _ in range(rounds):
             contestant.prepare()
         calls[name] = contestant.learn
-    for call in calls.values():
-        call()
+    calls["plain"]()  # a first time, which the contestants have had
     figures = interleaved(calls, reference="plain", rounds=rounds, clock=clock)
     figures["samples_per_s"] = {
         name: round(1e3 * num_envs * num_steps / ms) for name, ms in figures.get("ms", {}).items()
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--envs", type=int, nargs="+", default=[64], help="envs N")
     parser.add_argument("--steps", type=int, default=32, help="window length T, steps")
     parser.add_argument("--hidden", type=int, default=256, help="hidden and embedding units H")
+    parser.add_argument("--lstms", type=int, nargs="+", choices=[1, 2], default=[1, 2], help="contestants by LSTMs")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
@@ -105,21 +107,24 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    results = []
+    versions = {package: version(package) for package in sorted(PACKAGES)}
+    document = {"environment": environment() | versions, "results": []}
+    if args.output and args.output.exists():
+        document["results"] = json.loads(args.output.read_text())["results"]
     for num_envs in args.envs:
-        for num_lstms in (1, 2):
+        for num_lstms in args.lstms:
             names = [name for name in args.contestants if CONTESTANTS[name].num_lstms == num_lstms]
-            if names:
-                sizes = {"num_lstms": num_lstms, "num_envs": num_envs, "num_steps": args.steps, "hidden": args.hidden}
-                results.append(measure(names, **sizes, rounds=args.rounds, clock=args.clock))
-                print(json.dumps(results[-1]), flush=True)
-    print(table(results))
+            sizes = {"num_lstms": num_lstms, "num_envs": num_envs, "num_steps": args.steps, "hidden": args.hidden}
+            new = measure(names, **sizes, rounds=args.rounds, clock=args.clock)
+            print(json.dumps(new), flush=True)
+            key = {**sizes, "clock": args.clock}
+            others = [old for old in document["results"] if not key.items() <= old.items()]
+            document["results"] = sorted([*others, new], key=lambda result: (result["num_envs"], result["num_lstms"]))
+            if args.output:
+                args.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(document["results"]))
     if args.output:
-        versions = {package: version(package) for package in sorted(PACKAGES)}
-        args.output.write_text(
-            json.dumps({"environment": environment() | versions, "results": results}, indent=1) + "\n"
-        )
-        draw([result for result in results if result["rounds_kept"]], args.output.with_suffix(".png"))
+        draw([result for result in document["results"] if result["rounds_kept"]], args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ arrive, and the clock starts with the first collected frame: at the first iterat
 collection and its updates took by the program's own account. The return is each program's mean over the last 100
 episodes or a few more.
 
-Processor time that other processes took during a run is counted from /proc; a run with more than 0.2 cores of it is
-marked loaded and left out of the table. Runs are added to the output, and replace those of the same seed.
+Processor time that other processes took during a run is counted from /proc; the seconds of a run with more than 0.2
+cores of it say nothing, and the table leaves them out. Its frames it keeps, and the processor time of the program
+itself, simulator included, which load changes less. Runs are added to the output, and replace those of the same seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -96,6 +98,23 @@ def own_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
+def group_seconds(group: int) -> float:
+    """Processor time so far of the processes of a process group that are alive."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """What is left of a run that was broken off."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(contestant: str, *, task: str, num_envs: int, steps: int, iterations: int, seed: int, threads: int) -> dict:
     """Train once; its curve, and the processor time that others took meanwhile."""
     frames = num_envs * steps
@@ -110,21 +129,35 @@ def run(contestant: str, *, task: str, num_envs: int, steps: int, iterations: in
     }
     start, busy, own = time.monotonic(), busy_seconds(), own_seconds()
     curve: list[dict[str, float]] = []
-    first = 0.0
-    with tempfile.TemporaryDirectory() as folder:
+    first = first_cpu = 0.0
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cleanup:
         process = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=env, bufsize=1
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env=env,
+            start_new_session=True,
         )
+        cleanup.callback(end_group, process)
         assert process.stdout is not None
         tail: list[str] = []
         for line in process.stdout:
             tail = [*tail[-40:], line]
             if (ended := read(line)) is None:
                 continue
-            now = time.monotonic()
+            now, cpu = time.monotonic(), group_seconds(process.pid)
             mean, seconds = ended
-            first = first if curve else now - seconds
-            curve.append({"frames": frames * (len(curve) + 1), "wall_s": round(now - first, 3), "return": mean})
+            if not curve:
+                first, first_cpu = now - seconds, cpu
+            point = {
+                "frames": frames * (len(curve) + 1),
+                "wall_s": now - first,
+                "cpu_s": cpu - first_cpu,
+                "return": mean,
+            }
+            curve.append({name: round(value, 3) for name, value in point.items()})
         if process.wait() or len(curve) < iterations:
             raise RuntimeError(f"{' '.join(argv)} ended with {process.returncode}:\n{''.join(tail)}")
     elapsed = time.monotonic() - start
@@ -147,38 +180,40 @@ def to_threshold(run: dict, threshold: float) -> dict[str, float] | None:
 
 
 def table(runs: list[dict], threshold: float) -> str:
-    rows = ["| task | | seeds | frames to the threshold | seconds to it | frames/s |", "|--|--|--|--|--|--|"]
-    kept = [run for run in runs if run["foreign_cores"] <= MAX_FOREIGN_CORES]
-    for task, contestant in sorted({(run["task"], run["contestant"]) for run in kept}):
-        mine = [run for run in kept if (run["task"], run["contestant"]) == (task, contestant)]
+    columns = ["task", "", "seeds", "frames", "seconds", "processor seconds", "frames/s", "frames/processor second"]
+    rows = [f"| {' | '.join(columns)} |", "|--" * len(columns) + "|"]
+
+    def spread(values: list[float], form: str) -> str:
+        return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})" if values else "-"
+
+    for task, contestant in sorted({(run["task"], run["contestant"]) for run in runs}):
+        mine = [run for run in runs if (run["task"], run["contestant"]) == (task, contestant)]
+        quiet = [run for run in mine if run["foreign_cores"] <= MAX_FOREIGN_CORES]
         reached = [point for run in mine if (point := to_threshold(run, threshold))]
-
-        def spread(values: list[float], form: str) -> str:
-            return (
-                f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})" if values else "never"
-            )
-
-        speeds = [run["curve"][-1]["frames"] / run["curve"][-1]["wall_s"] for run in mine]
-        frames, seconds = ([point[key] for point in reached] for key in ("frames", "wall_s"))
-        rows.append(
-            f"| {task} | {contestant} | {len(reached)} of {len(mine)} | {spread(frames, ',.0f')} | "
-            f"{spread(seconds, '.1f')} | {spread(speeds, ',.0f')} |"
-        )
-    left_out = len(runs) - len(kept)
-    return "\n".join(rows) + (f"\nleft out as loaded: {left_out} of {len(runs)} runs" if left_out else "")
+        in_peace = [point for run in quiet if (point := to_threshold(run, threshold))]
+        figures = [
+            spread([point["frames"] for point in reached], ",.0f"),
+            spread([point["wall_s"] for point in in_peace], ".1f"),
+            spread([point["cpu_s"] for point in reached], ".1f"),
+            spread([run["curve"][-1]["frames"] / run["curve"][-1]["wall_s"] for run in quiet], ",.0f"),
+            spread([run["curve"][-1]["frames"] / run["curve"][-1]["cpu_s"] for run in mine], ",.0f"),
+        ]
+        rows.append(f"| {task} | {contestant} | {len(reached)} of {len(mine)} | {' | '.join(figures)} |")
+    loaded = sum(run["foreign_cores"] > MAX_FOREIGN_CORES for run in runs)
+    return "\n".join(rows) + (f"\nseconds left out, as loaded: {loaded} of {len(runs)} runs" if loaded else "")
 
 
 def draw(runs: list[dict], threshold: float, path: Path) -> None:
-    """Return over wall-clock, a line a run, a panel a task."""
+    """Return over processor time, a line a run, a panel a task."""
     tasks = sorted({run["task"] for run in runs})
     figure, axes = plt.subplots(1, len(tasks), figsize=(5.5 * len(tasks), 3.4), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         labelled: set[str] = set()
         for run in runs:
-            if run["task"] == task and run["foreign_cores"] <= MAX_FOREIGN_CORES:
+            if run["task"] == task:
                 name = run["contestant"]
                 axis.plot(
-                    [point["wall_s"] for point in run["curve"]],
+                    [point["cpu_s"] for point in run["curve"]],
                     [point["return"] for point in run["curve"]],
                     color=COLOURS[name],
                     label=None if name in labelled else name,
@@ -187,7 +222,7 @@ def draw(runs: list[dict], threshold: float, path: Path) -> None:
                 labelled.add(name)
         axis.axhline(threshold, color="#999999", linewidth=0.8, linestyle="--")
         axis.set_title(task, fontsize=10)
-        axis.set_xlabel("seconds from the first collected frame")
+        axis.set_xlabel("processor seconds since the first iteration, simulator included")
         axis.set_ylabel("mean return")
         axis.legend(fontsize=8)
     figure.tight_layout()
