@@ -15,13 +15,14 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from isaaclab_rnn_ppo.utils import collectors, rollout
 from isaaclab_rnn_ppo.utils.advantages import make_advantage, with_initial_state
-from isaaclab_rnn_ppo.utils.collectors import make_collector
+from isaaclab_rnn_ppo.utils.collectors import RestartingCollector, make_collector
 from isaaclab_rnn_ppo.utils.rollout import RolloutCollector, bytes_of, require_memory
 from isaaclab_rnn_ppo.utils.update import minibatches
 from tensor_env import (
@@ -187,7 +188,7 @@ def test_preflight_names_the_memory_the_sizes_and_the_flag(monkeypatch):
 
 SHM_SCRIPT = """
 from functools import partial
-from isaaclab_rnn_ppo.utils.collectors import make_collector
+from isaaclab_rnn_ppo.utils.collectors import RestartingCollector, make_collector
 from tensor_env import make_random_env, make_test_policy
 try:
     make_collector(
@@ -255,9 +256,10 @@ def collect(num_iterations: int, *, env, options=None, perturb_from: int = 0, pa
             run.versions.append(collector.policy_version)
             if iteration in pauses:
                 time.sleep(1.5)
-        shared = (collector.buffers if isinstance(collector, MultiSyncCollector) else collector.out_tensordicts)[0]
-        assert all(value.is_shared() for value in shared.values(True, True) if value.numel())
-        run.worker_bytes = storage_bytes(shared)
+        if kwargs.get("backend") != "ray":
+            shared = (collector.buffers if isinstance(collector, MultiSyncCollector) else collector.out_tensordicts)[0]
+            assert all(value.is_shared() for value in shared.values(True, True) if value.numel())
+            run.worker_bytes = storage_bytes(shared)
     finally:
         collector.shutdown()
     return run
@@ -276,8 +278,12 @@ def log_prob_error(batch: TensorDict, models) -> float:
     return float((recomputed - batch["steps", "action_log_prob"]).abs().max())
 
 
-@pytest.fixture(scope="module")
-def two_workers() -> Run:
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra `ray` is not installed")
+BACKENDS = ["multiprocess", pytest.param("ray", marks=needs_ray)]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def two_workers(request) -> Run:
     """Two windows with the first weights, then others; 6 envs each, with a critic of its own."""
     return collect(
         5,
@@ -288,6 +294,7 @@ def two_workers() -> Run:
         boundary_slots=3,
         num_collectors=2,
         seed=3,
+        backend=request.param,
     )
 
 
@@ -383,8 +390,9 @@ def make_uneven_env(num_envs: int, seed: int):
     return make_random_env(num_envs, seed, end_rate=0.2, delay_s=0.04 * (seed % 2))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_async_batches(num_workers):
+def test_async_batches(num_workers, backend):
     """One worker, one version and one set of weights a batch; bounded staleness; no rollout thrown away."""
     run = collect(
         10,
@@ -395,6 +403,7 @@ def test_async_batches(num_workers):
         num_collectors=num_workers,
         async_collection=True,
         seed=4,
+        backend=backend,
     )
     staleness = []
     for iteration, (version, batch) in enumerate(zip(run.versions, run.batches)):
@@ -447,3 +456,88 @@ def test_only_the_pinned_private_hooks_are_overridden():
             if name.startswith("_") and not name.startswith("__") and name != "_abc_impl" and theirs:
                 assert name in pinned, f"{ours.__name__}.{name}"
     assert rollout.RolloutCollector is collectors.RolloutCollector
+
+
+# --- devices, and workers that Ray places -----------------------------------------------------------
+
+
+def make_env_that_tells_its_device(num_envs: int, seed: int, device: str):
+    env = make_random_env(num_envs, seed, device=device)
+    env.base_env.told = device
+    return env
+
+
+@pytest.mark.parametrize("async_collection", [False, True])
+def test_every_worker_has_its_device(async_collection):
+    collector = make_collector(
+        create_env_fn=make_env_that_tells_its_device,
+        make_policy=make_test_policy,
+        num_envs=4,
+        rollout_steps=T,
+        num_collectors=2,
+        collector_devices=["cpu:0", "cpu"],
+        async_collection=async_collection,
+    )
+    try:
+        assert collector.getattr_env("told") == "cpu:0"
+        assert list(map(str, collector.env_device)) == list(map(str, collector.policy_device)) == ["cpu:0", "cpu"]
+    finally:
+        collector.shutdown()
+    with pytest.raises(ValueError, match="--collector-devices: 1 devices for 2 collectors"):
+        make_collector(
+            create_env_fn=make_env_that_tells_its_device,
+            make_policy=make_test_policy,
+            num_envs=4,
+            rollout_steps=T,
+            num_collectors=2,
+            collector_devices=["cpu"],
+        )
+
+
+def make_env_that_refuses(num_envs: int, seed: int):
+    raise ValueError("--task Nothing: there is none.")
+
+
+@needs_ray
+def test_what_the_env_refuses_comes_back_from_ray_as_it_was():
+    import ray
+
+    with pytest.raises(ValueError, match=r"^--task Nothing: there is none\.$"):
+        make_collector(
+            create_env_fn=make_env_that_refuses,
+            make_policy=make_test_policy,
+            num_envs=4,
+            rollout_steps=T,
+            backend="ray",
+        )
+    assert not ray.is_initialized()
+
+
+def make_env_that_dies(num_envs: int, seed: int):
+    env = make_random_env(num_envs, seed)
+    step = env.base_env._step
+    env.base_env._step = lambda tensordict: os._exit(1) if seed == 0 and env.base_env.k == T + 1 else step(tensordict)
+    return env
+
+
+@needs_ray
+def test_a_dead_worker_of_ray_is_started_again():
+    import ray
+
+    start = partial(
+        make_collector,
+        create_env_fn=make_env_that_dies,
+        make_policy=make_test_policy,
+        num_envs=4,
+        rollout_steps=T,
+        backend="ray",
+    )
+    collector = RestartingCollector(start, seed=0, max_restarts=1, first_version=0)
+    try:
+        models = make_test_models(**{key: collector.getattr_env(key) for key in ("observation_spec", "action_spec")})
+        batches = [collector.collect(models.collector_policy) for _ in range(3)]
+    finally:
+        collector.shutdown()
+    assert collector.num_restarts == 1
+    assert [int(batch["steps", "policy_version"].max()) for batch in batches] == [1, 2, 3]
+    assert not ray.is_initialized()

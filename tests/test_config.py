@@ -52,6 +52,50 @@ def test_number_of_envs():
     assert parse_args([*CPU, "--num-envs", "32", "env.scene.num_envs=32"]).num_envs == 32
 
 
+@pytest.mark.parametrize("argv", [["--collector-devices", "cpu, cpu"], ["collector_devices=[cpu,cpu]"]])
+def test_a_collector_on_each_device(argv):
+    args = parse_args([*CPU, *argv])
+    assert (args.collector_devices, args.num_collectors) == (["cpu", "cpu"], 2)
+    assert parse_args([*CPU, "--num-collectors", "2"]).collector_devices is None
+
+
+@pytest.fixture
+def second_rank_of_two(monkeypatch):
+    """What torchrun tells a process."""
+    variables = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("second_rank_of_two")
+def test_ranks_share_devices_out(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert parse_args([]).device == parse_args(["--device", "cuda"]).device == "cuda:1"
+    args = parse_args(["--collector-devices", "cuda:0,cuda:1,cuda:2,cuda:3"])
+    assert (args.collector_devices, args.num_collectors) == (["cuda:2", "cuda:3"], 2)
+    for argv, part in (
+        (["--device", "cuda:1"], "2 ranks need a GPU each"),
+        (["--collector-devices", "cpu,cpu,cpu"], "3 collectors cannot be shared out evenly among 2 ranks"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_args(argv)
+        assert part in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("second_rank_of_two")
+def test_a_rank_without_a_gpu_says_which(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        parse_args(["--device", "cuda"])
+    assert "--device cuda of local rank 1: this machine has 1 CUDA devices" in capsys.readouterr().err
+
+
 def test_booleans_can_be_negated():
     assert parse_args([*CPU, "--no-vectorized-gae"]).vectorized_gae is False
     assert parse_args([*CPU, "--no_vectorized_gae"]).vectorized_gae is False
@@ -92,6 +136,12 @@ def test_help_gives_every_flag_its_default():
         ("--device tpu", ["--device tpu", "cuda"]),
         ("--device cuda:99", ["--device cuda:99", "CUDA devices"]),
         ("--resume /no/such/file", ["--resume /no/such/file"]),
+        ("--collector-devices cpu,tpu", ["--collector-devices tpu", "cuda:N"]),
+        ("--collector-devices ,", ["--collector-devices", "one or more of cpu and cuda:N"]),
+        ("--collector-devices cpu,cpu --num-collectors 3", ["--collector-devices cpu,cpu", "--num-collectors 3"]),
+        ("--collector-devices cpu,cpu --num-envs 9", ["--num-envs 9", "--num-collectors 2"]),
+        ("--collector-devices cpu --collector-backend ray", ["--collector-devices cpu", "Ray"]),
+        ("--collector-backend slurm", ["--collector-backend", "multiprocess"]),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(argv, parts, capsys):

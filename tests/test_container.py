@@ -115,6 +115,27 @@ def test_task_sh_goes_on_from_the_newest_checkpoint(tmp_path):
     assert words() == [*start, "--resume", str(file.parent.parent), "--task", "Isaac-Ant"]
 
 
+def test_task_sh_with_ranks_is_a_nodes_part_of_one_run(tmp_path):
+    env = os.environ | {
+        "PYTHON": "echo python",
+        "SLURM_PROCID": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "32",
+        "RANKS": "4",
+        "HEAD": "node1:20007",
+        "RUNS": str(tmp_path / "runs"),
+        "CACHES": str(tmp_path / "caches"),
+    }
+    command = ["bash", str(CONTAINER / "slurm" / "task.sh"), "--task", "Isaac-Ant"]
+    line = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    torchrun = (
+        "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node1:20007 --rdzv-id 7 --max-restarts 3"
+    )
+    train = f"-m isaaclab_rnn_ppo.train --seed 0 --log-dir {tmp_path}/runs/7/seed_0 --task Isaac-Ant"
+    assert line == f"python -m torch.distributed.run {torchrun} {train}\n"
+
+
 # -------------------------------------------------------------------------------------------------------------- replay
 
 

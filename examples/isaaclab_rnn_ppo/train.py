@@ -22,11 +22,14 @@ from torchrl._utils import timeit
 from torchrl.checkpoint import GlobalRNGState
 
 from isaaclab_rnn_ppo.utils import (
+    SEED_STRIDE,
     AdaptiveLR,
+    AgreedStop,
     EpisodeStatistics,
     Interrupted,
     Models,
     NoEvaluation,
+    NoLogger,
     NonFiniteRun,
     Objective,
     RestartingCollector,
@@ -41,8 +44,12 @@ from isaaclab_rnn_ppo.utils import (
     checkpoint_path,
     compile_seconds,
     critic_flags,
+    data_parallel,
     evaluation_overrides,
+    from_first_rank,
+    gather_on_first_rank,
     interruptible,
+    lost_contact,
     make_advantage,
     make_collector,
     make_critic_loss,
@@ -52,9 +59,14 @@ from isaaclab_rnn_ppo.utils import (
     make_models,
     make_optimizer,
     make_update,
+    mark_run,
+    num_ranks,
     parse_args,
     quiet_libraries,
+    rank,
+    require_agreement,
     resolve_asset_root,
+    restarted_run,
     restore_rng,
     resume_from,
     save_checkpoint,
@@ -63,6 +75,9 @@ from isaaclab_rnn_ppo.utils import (
 )
 from isaaclab_rnn_ppo.utils.video import add_camera
 
+# What a rank waits for another beyond the time in which a collector must answer: the start of a simulator.
+RANK_TIMEOUT_S = 300.0
+
 
 def seed_everything(seed: int) -> None:
     random.seed(seed)
@@ -70,13 +85,20 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def find_resume(args: argparse.Namespace) -> tuple[Path, dict[str, Any]] | None:
+    """Checkpoint to go on from, path and content: ``--resume``'s, or this job's own after a restart of its ranks."""
+    resume = restarted_run(args.resume, log_dir=args.log_dir, task=args.task) or args.resume
+    return resume_from(resume, log_dir=args.log_dir, task=args.task) if resume else None
+
+
 def make_run_dir(args: argparse.Namespace, resumed: Path | None) -> Path:
-    """The resumed run's folder or ``log_dir/task/timestamp-seed``; saves and prints the settings."""
+    """The resumed run's folder or ``log_dir/task/timestamp-seed``; saves and prints the settings. On rank 0."""
     if resumed is not None:
         run_dir = resumed.parent.parent
     else:
         run_dir = Path(args.log_dir) / args.task / f"{datetime.now():%Y%m%d-%H%M%S}-{args.seed}"
     run_dir.mkdir(parents=True, exist_ok=True)
+    mark_run(run_dir)
     settings = yaml.safe_dump(vars(args), sort_keys=False)
     (run_dir / "config.yaml").write_text(settings)
     print(f"{settings}run folder: {run_dir}", flush=True)
@@ -182,7 +204,7 @@ def summarize(
     """One row of ``metrics.csv``. Reads the device once for each entry."""
     seconds = timeit.todict(percall=False)
     timeit.erase()
-    num_frames = batch["steps"].numel()
+    num_frames = batch["steps"].numel()  # of this rank, as the times are
     oldest = int(batch["steps", "policy_version"].min())
     ended = episodes.update(batch["episodes"])
     policy_losses, *critic_losses = losses
@@ -194,7 +216,7 @@ def summarize(
         "frames": frames,
         "episode_return": ended.pop("episode_return"),
         "episode_length": ended.pop("episode_length"),
-        "fps": num_frames / (seconds["collect"] + seconds["learn"]),
+        "fps": num_ranks() * num_frames / (seconds["collect"] + seconds["learn"]),
         "collect_s": seconds["collect"],
         "learn_s": seconds["learn"],
         "compile_s": compile_seconds(),
@@ -260,6 +282,7 @@ def training_state(
         "episodes": episodes.state_dict(),
         "rng": GlobalRNGState().state_dict(),
         "workers": [],
+        "rank_rng": [],
         "config": vars(args),
         "task_info": task_info,
         "versions": versions(),
@@ -269,34 +292,63 @@ def training_state(
     return deepcopy(state)
 
 
-def farewell(stop: Interrupted | WorkerFault | NonFiniteRun, run_dir: Path | None) -> str:
+def state_of_ranks(collector: RestartingCollector) -> dict[str, Any]:
+    """What a checkpoint holds of all ranks, on rank 0: workers in their order, random numbers of ranks 1 and up."""
+    gathered = gather_on_first_rank((collector.save_workers(), GlobalRNGState().state_dict()))
+    return {
+        "workers": [worker for workers, _ in gathered for worker in workers],
+        "rank_rng": [rng for _, rng in gathered[1:]],
+    }
+
+
+def restore_rank(collector: RestartingCollector, checkpoint: dict[str, Any], seed: int) -> None:
+    """Workers and random numbers of this rank, as ``state_of_ranks`` saved them, else new ones."""
+    share = len(checkpoint["workers"]) // num_ranks()
+    workers = checkpoint["workers"][rank() * share :][:share]
+    rng = [checkpoint["rng"], *checkpoint["rank_rng"]]
+    if lost := collector.restore_workers(workers):
+        print(f"--resume: new episodes: {lost}.", flush=True)
+    if rank() >= len(rng):
+        seed_everything(seed + checkpoint["iteration"])
+    elif not restore_rng(rng[rank()]):
+        print("--resume: new random numbers on CUDA: the checkpoint is of other devices.", flush=True)
+
+
+def farewell(stop: Interrupted | RuntimeError, run_dir: Path | None) -> str:
     """Why the run ends early, and how to go on."""
     reason = f"stopped by {stop}" if isinstance(stop, Interrupted) else f"train.py: error: {stop}"
+    if lost_contact(stop):
+        reason = "train.py: error: another rank is gone (torchrun names it below)"
+    if num_ranks() > 1:
+        reason = f"rank {rank()}: {reason}"
     return f"{reason}; nothing to resume." if run_dir is None else f"{reason}; --resume {run_dir} continues the run."
 
 
 def save_or_warn(run_dir: Path, state: dict[str, Any], keep: int) -> None:
-    """Training goes on when the disk is full; the checkpoint before is still there."""
+    """Training goes on when the disk is full; the checkpoint before is still there. Rank 0 writes it."""
+    if rank() > 0:
+        return
     try:
         save_checkpoint(checkpoint_path(run_dir, state["iteration"]), state, keep=keep)
     except OSError as error:
         warnings.warn(f"no checkpoint written, training goes on: {error}", stacklevel=2)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+def train(args: argparse.Namespace) -> None:
     quiet_libraries()
     seed_everything(args.seed)
+    rank_seed = (args.seed + SEED_STRIDE * rank()) % 2**31
     with user_errors():
-        resumed = resume_from(args.resume, log_dir=args.log_dir, task=args.task) if args.resume else None
+        resumed = from_first_rank(partial(find_resume, args))
         path, checkpoint = resumed or (None, None)
         if checkpoint:
             check_settings(checkpoint, vars(args))
         run_folder = path.parent.parent if path else Path(args.log_dir) / args.task
-        check_output("--log-dir", run_folder / "config.yaml")
+        from_first_rank(partial(check_output, "--log-dir", run_folder / "config.yaml"))
         asset_root, asset_line = resolve_asset_root(args.asset_root, task=args.task)
-    print(asset_line, flush=True)
-    print_notes(args)
+    if rank() == 0:
+        print(asset_line, flush=True)
+        print_notes(args)
 
     # The simulator lives in the collector's subprocesses; the specs come back from there.
     collector = logger = state = run_dir = None
@@ -312,13 +364,15 @@ def main(argv: list[str] | None = None) -> None:
                     num_envs=args.num_envs,
                     rollout_steps=args.rollout_steps,
                     num_collectors=args.num_collectors,
+                    collector_devices=args.collector_devices,
                     boundary_slots=args.boundary_slots,
                     async_collection=args.async_collection,
+                    backend=args.collector_backend,
                     device=args.device,
                     worker_timeout_s=args.worker_timeout,
                     accelerate_policy=args.compile_policy,
                 ),
-                seed=args.seed,
+                seed=rank_seed,
                 max_restarts=args.max_worker_restarts,
                 first_version=checkpoint["policy_version"] if checkpoint else 0,
             )
@@ -346,14 +400,14 @@ def main(argv: list[str] | None = None) -> None:
                 for objective in objectives:
                     objective.load_state_dict(checkpoint)
             episodes.load_state_dict(checkpoint["episodes"])
-            if lost := collector.restore_workers(checkpoint["workers"]):
-                print(f"--resume: new episodes: {lost}.", flush=True)
-            if not restore_rng(checkpoint["rng"]):
-                print("--resume: new random numbers on CUDA: the checkpoint is of other devices.", flush=True)
+            restore_rank(collector, checkpoint, rank_seed)
+        elif rank() > 0:
+            seed_everything(rank_seed)  # parameters were drawn alike, what follows differs
 
-        run_dir = make_run_dir(args, path)
+        run_dir = from_first_rank(partial(make_run_dir, args, path))
         iteration, frames = (checkpoint["iteration"], checkpoint["frames"]) if checkpoint else (0, 0)
-        logger = RunLogger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=iteration)
+        make_logger = RunLogger if rank() == 0 else NoLogger
+        logger = make_logger(run_dir, kind=args.logger, num_iterations=args.iterations, first_iteration=iteration)
         evaluation = make_evaluation(
             create_env_fn=partial(
                 create_env_fn,
@@ -361,13 +415,14 @@ def main(argv: list[str] | None = None) -> None:
                 configure=partial(add_camera, width=320, height=240) if args.eval_video else None,
             ),
             make_actor=partial(make_actor, model_factory(args)),
-            interval=args.eval_interval,
+            interval=args.eval_interval if rank() == 0 else None,
             num_envs=args.eval_num_envs,
             num_frames=args.eval_video,
             run_dir=run_dir,
             device=args.device,
             seed=args.seed,
         )
+        agreed_stop = AgreedStop()
         while iteration < args.iterations:
             iteration += 1
             schedule(objectives, iteration, args)
@@ -378,7 +433,9 @@ def main(argv: list[str] | None = None) -> None:
                 losses = [objective.learn(training) for objective in objectives]
                 if args.freeze_normalizer_after is None or iteration <= args.freeze_normalizer_after:
                     models.update_normalizers(training["steps"])
-            frames += batch["steps"].numel()
+            for objective in objectives:
+                require_agreement(objective.loss.state_dict().values(), f"parameters of iteration {iteration}")
+            frames += batch["steps"].numel() * num_ranks()
             metrics = summarize(iteration, frames, batch, training, losses, episodes, objectives, collector)
             state = training_state(iteration, frames, collector, episodes, objectives, task_info, args)
             metrics |= evaluation.step(models.actor, state, last=iteration == args.iterations)
@@ -394,8 +451,11 @@ def main(argv: list[str] | None = None) -> None:
                 run_dir=run_dir,
             )
             if iteration % args.checkpoint_interval == 0 or iteration == args.iterations:
-                save_or_warn(run_dir, state | {"workers": collector.save_workers()}, args.keep_checkpoints)
-    except (Interrupted, WorkerFault, NonFiniteRun) as stop:
+                save_or_warn(run_dir, state | state_of_ranks(collector), args.keep_checkpoints)
+            agreed_stop.check()
+    except (Interrupted, RuntimeError) as stop:
+        if not isinstance(stop, Interrupted | WorkerFault | NonFiniteRun) and not lost_contact(stop):
+            raise
         if run_dir is not None and state is not None:  # the last whole iteration: what was in flight is abandoned
             save_or_warn(run_dir, state, args.keep_checkpoints)
         resumable = run_dir if state else path and path.parent.parent
@@ -407,6 +467,12 @@ def main(argv: list[str] | None = None) -> None:
         if logger is not None:
             logger.close()
         evaluation.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    with data_parallel(args.device, timeout_s=args.worker_timeout + RANK_TIMEOUT_S):
+        train(args)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives.value import GAE
 
 from isaaclab_rnn_ppo.utils.nonfinite import usable_envs
+from isaaclab_rnn_ppo.utils.ranks import num_ranks, sum_over_ranks
 
 
 def with_initial_state(steps: TensorDictBase, initial: TensorDictBase) -> TensorDictBase:
@@ -106,6 +107,14 @@ def boundary_values(batch: TensorDictBase, value_operator: TensorDictModuleBase)
     return state_value, next_value, approximated
 
 
+def nanmean_over_ranks(x: Tensor) -> Tensor:
+    """Mean [] of the entries of every rank's ``x`` [*] that are not NaN."""
+    if num_ranks() == 1:
+        return x.nanmean()
+    total, count = sum_over_ranks(torch.stack([x.nansum(dtype=torch.double), (~x.isnan()).sum().double()]))
+    return (total / count).to(x.dtype)
+
+
 def make_advantage(
     *,
     value_operator: TensorDictModuleBase,
@@ -121,7 +130,7 @@ def make_advantage(
         value_operator: see ``boundary_values``.
         gamma: discount a step.
         gae_lambda: weight of longer returns.
-        normalize: standardise the advantages over the whole batch, of the envs that are usable.
+        normalize: standardise the advantages over the whole batch, that of all ranks, of the envs that are usable.
         vectorized: TorchRL's convolutional GAE instead of its loop over time. Its shapes depend on the
             episodes' lengths, so it waits for the device.
         reward_scale: multiplies the rewards that values and advantages see, not the reported returns.
@@ -153,8 +162,8 @@ def make_advantage(
         for key in ("advantage", "value_target"):
             results[key] = torch.where(usable, results[key], torch.nan)
         if normalize:
-            centred = results["advantage"] - results["advantage"].nanmean()
-            results["advantage"] = centred / centred.square().nanmean().sqrt().clamp(min=1e-4)
+            centred = results["advantage"] - nanmean_over_ranks(results["advantage"])
+            results["advantage"] = centred / nanmean_over_ranks(centred.square()).sqrt().clamp(min=1e-4)
         return TensorDict(
             {
                 "steps": steps.copy().update(results),

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torchrl.checkpoint import GlobalRNGState
 
+from isaaclab_rnn_ppo.utils.ranks import job_name, torchrun_variable
+
 CHECKPOINT_DIR = "checkpoints"
+JOB_NAME = "torchrun_job"
 # What decides the shapes and the meaning of the parameters.
 MODEL_SETTINGS = (
     "task",
@@ -161,6 +164,28 @@ def resume_from(resume: str, *, log_dir: str | Path, task: str) -> tuple[Path, d
         except ValueError as error:
             warnings.warn(f"{error} Trying the one before.", stacklevel=2)
     raise ValueError(f"--resume {newest.parent}: no checkpoint there is readable.")
+
+
+def mark_run(run_dir: Path) -> None:
+    """Note which ``torchrun`` job a run belongs to, for ``restarted_run``."""
+    if (name := job_name()) is not None:
+        (run_dir / JOB_NAME).write_text(name)
+
+
+def restarted_run(resume: str | None, *, log_dir: str | Path, task: str) -> str | None:
+    """The run folder of this very job, if ``torchrun`` has restarted its ranks and there is a checkpoint.
+
+    Args:
+        resume: what the job was told to continue, or None; it may lie outside ``log_dir``.
+    """
+    if torchrun_variable("TORCHELASTIC_RESTART_COUNT") == 0:
+        return None
+    runs = sorted((Path(log_dir) / task).glob("*"))
+    if resume is not None:
+        runs += [Path(resume), Path(resume).parent.parent]
+    own = [run for run in runs if (run / JOB_NAME).is_file() and (run / JOB_NAME).read_text() == job_name()]
+    own = [run for run in own if checkpoints(run)]
+    return str(own[-1]) if own else None
 
 
 def check_settings(checkpoint: dict[str, Any], settings: dict[str, Any]) -> None:

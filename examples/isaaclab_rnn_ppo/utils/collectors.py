@@ -11,8 +11,9 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ def quiet_libraries() -> None:
 # A mixin: both collectors have this base, whose constructor chooses between them.
 if TYPE_CHECKING:
     from torchrl.collectors import MultiCollector
+
+    from isaaclab_rnn_ppo.utils.ray_collector import RolloutsFromRay
 else:
     MultiCollector = object
 
@@ -93,6 +96,8 @@ class _LearnerSide(MultiCollector):
     Of TorchRL 0.14.1's private methods ``_run_processes`` and ``_recv_and_check`` are overridden here, and
     ``_queue_len`` and ``_get_from_queue`` in ``AsyncCollector``; ``tests/test_collectors.py`` pins them.
     """
+
+    asynchronous = False
 
     def __init__(self, *args, first_version: int, worker_timeout_s: float, failures: SimpleQueue, **kwargs):
         self._version, self.worker_timeout_s, self._failures = first_version, worker_timeout_s, failures
@@ -178,6 +183,8 @@ class AsyncCollector(_LearnerSide, MultiAsyncCollector):
     another beside the busy learner.
     """
 
+    asynchronous = True
+
     def __init__(self, *args, **kwargs):
         self._arrived: dict[int, tuple] = {}
         self._turn = 0
@@ -203,14 +210,16 @@ def make_collector(
     num_envs: int,
     rollout_steps: int,
     num_collectors: int = 1,
+    collector_devices: Sequence[str] | None = None,
     boundary_slots: int = 2,
     async_collection: bool = False,
+    backend: str = "multiprocess",
     device: torch.device | str = "cpu",
     seed: int = 0,
     first_version: int = 0,
     worker_timeout_s: float = 600.0,
     accelerate_policy: bool = False,
-) -> SyncCollector | AsyncCollector:
+) -> SyncCollector | AsyncCollector | RolloutsFromRay:
     """Start the workers.
 
     The learner needs no env: ``collector.getattr_env("observation_spec")`` gives the specs, before
@@ -222,23 +231,53 @@ def make_collector(
         make_policy: called in a worker as ``make_policy(observation_spec=..., action_spec=...)``;
             builds the module that ``update_policy_weights_`` is given in the learner.
         num_envs: over all workers; a multiple of ``num_collectors``.
+        collector_devices: of env and policy, one a worker, where they are not all on ``device``; ``create_env_fn`` gets
+            its own as ``device=...``.
         rollout_steps: T.
         boundary_slots: B; one slot is the window end, the others truncations inside the window.
         async_collection: collect while the learner works; a batch is then one worker's.
+        backend: ``multiprocess`` or ``ray`` (``ray_collector``): where the workers run.
         device: of the env and the policy in the workers.
         first_version: policy version to count from (a resumed run's).
         worker_timeout_s: a worker that sends nothing for longer counts as dead.
         accelerate_policy: compile the workers' policy step, and on CUDA replay it as a graph.
 
     Raises:
-        ValueError: ``num_envs`` is not a multiple of ``num_collectors``, or memory cannot hold the
-            rollouts (``require_memory``).
+        ValueError: ``num_envs`` is not a multiple of ``num_collectors``, the devices are not as many, Ray is not
+            installed, or memory cannot hold the rollouts (``require_memory``).
         Exception: what the env or the policy raised in the worker.
     """
     if num_envs % num_collectors:
         raise ValueError(f"--num-envs {num_envs}: must be a multiple of --num-collectors {num_collectors}.")
+    if collector_devices is not None and len(collector_devices) != num_collectors:
+        raise ValueError(f"--collector-devices: {len(collector_devices)} devices for {num_collectors} collectors.")
     envs_per_worker = num_envs // num_collectors
+    env_kwargs: list[dict[str, Any]] = [{"num_envs": envs_per_worker, "seed": seed + w} for w in range(num_collectors)]
+    for kwargs, own_device in zip(env_kwargs, collector_devices or ()):
+        kwargs["device"] = own_device
     frames = envs_per_worker * rollout_steps
+    rollout_options = {
+        "boundary_slots": boundary_slots,
+        "num_envs": num_envs,
+        "batch_envs": envs_per_worker if async_collection else num_envs,
+        "first_version": first_version,
+        "accelerate_policy": accelerate_policy,
+    }
+    if backend == "ray":
+        if find_spec("ray") is None:
+            raise ValueError("--collector-backend ray: Ray is not installed; the project's extra `ray` has it.")
+        from isaaclab_rnn_ppo.utils.ray_collector import make_ray_collector  # Ray is optional, and slow to import
+
+        return make_ray_collector(
+            create_env_fn=create_env_fn,
+            make_policy=make_policy,
+            env_kwargs=env_kwargs,
+            rollout_steps=rollout_steps,
+            async_collection=async_collection,
+            device=str(device),
+            worker_timeout_s=worker_timeout_s,
+            rollout_options=rollout_options,
+        )
     cores = torch.get_num_threads()
     failures = get_context("spawn").SimpleQueue()
     collector = AsyncCollector if async_collection else SyncCollector
@@ -246,24 +285,16 @@ def make_collector(
         [create_env_fn] * num_collectors,
         nn.Module(),  # placeholder: the sync scheme else calls the factory here, before any env exists
         policy_factory=partial(policy_from_worker_env, make_policy),
-        create_env_kwargs=[{"num_envs": envs_per_worker, "seed": seed + w} for w in range(num_collectors)],
+        create_env_kwargs=env_kwargs,
         frames_per_batch=frames if async_collection else frames * num_collectors,
         total_frames=-1,
-        device=device,
+        device=list(collector_devices or [device] * num_collectors),
         storing_device="cpu",
         use_buffers=True,
         trust_policy=True,
         no_cuda_sync=False,
         weight_sync_schemes={"policy": HeldWeightSync()},
-        collector_class=partial(
-            RolloutCollector,
-            boundary_slots=boundary_slots,
-            num_envs=num_envs,
-            batch_envs=envs_per_worker if async_collection else num_envs,
-            first_version=first_version,
-            accelerate_policy=accelerate_policy,
-            failures=failures,
-        ),
+        collector_class=partial(RolloutCollector, failures=failures, **rollout_options),
         init_fn=_init_worker,
         failures=failures,
         first_version=first_version,
@@ -291,11 +322,9 @@ class RestartingCollector:
         num_restarts: so far.
     """
 
-    def __init__(
-        self, start: Callable[..., SyncCollector | AsyncCollector], *, seed: int, max_restarts: int, first_version: int
-    ):
+    def __init__(self, start: Callable[..., Any], *, seed: int, max_restarts: int, first_version: int):
         self._start, self._seed, self.max_restarts, self.num_restarts = start, seed, max_restarts, 0
-        self.collector = start(first_version=first_version, seed=seed)
+        self.collector: Any = start(first_version=first_version, seed=seed)
         self._is_down, self._rollouts = False, None
 
     def collect(self, policy: nn.Module) -> TensorDictBase:
@@ -340,7 +369,7 @@ class RestartingCollector:
         Empty where it cannot be had: asynchronous workers are in the middle of a batch, and one that is gone is
         started again by the next ``collect``.
         """
-        if isinstance(self.collector, AsyncCollector):
+        if self.collector.asynchronous:
             return []
         try:
             return self.collector.map_fn("save_worker")

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
+from isaaclab_rnn_ppo.utils.ranks import torchrun_variable
 from isaaclab_rnn_ppo.utils.rnn import BACKENDS, resolve_backend
 from isaaclab_rnn_ppo.utils.schedules import LR_SCHEDULES
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES
@@ -34,6 +35,11 @@ _ENV_PREFIXES = ("env.", "physics=", "renderer=")  # Isaac Lab's own Hydra token
 def int_list(text: str) -> list[int]:
     """``256,128`` -> [256, 128]; an empty text is an empty list."""
     return [int(part) for part in text.split(",") if part]
+
+
+def name_list(text: str) -> list[str]:
+    """``a,b`` -> ["a", "b"]."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,10 @@ def _widths(help: str) -> Flag:
 FLAGS: dict[str, dict[str, Flag]] = {
     "task": {
         "task": Flag(str, "Isaac Lab task id"),
-        "num_envs": _positive(int, "environments over all collectors"),
-        "device": Flag(str, "auto, cpu, cuda or cuda:N, for simulation and learning"),
+        "num_envs": _positive(int, "environments over all collectors; of each rank under torchrun"),
+        "device": Flag(
+            str, "auto, cpu, cuda or cuda:N, for simulation and learning; under torchrun auto and cuda are a GPU a rank"
+        ),
         "seed": Flag(
             int,
             "seed of torch, numpy, python and the environments",
@@ -80,6 +88,19 @@ FLAGS: dict[str, dict[str, Flag]] = {
     "collection": {
         "rollout_steps": _positive(int, "steps an environment makes in an iteration"),
         "num_collectors": _positive(int, "simulator processes"),
+        "collector_devices": Flag(
+            name_list,
+            "one collector on each of these devices, like cuda:1,cuda:2; the ranks of a node share them out "
+            "(null: all on --device)",
+            "one or more of cpu and cuda:N",
+            bool,
+        ),
+        "collector_backend": Flag(
+            str,
+            "where collectors run: processes of this machine, or workers that Ray places (on the cluster that "
+            "RAY_ADDRESS names, else one that is started and ended with the run)",
+            choices=("multiprocess", "ray"),
+        ),
         "async_collection": Flag(
             bool,
             "collect the next batch while learning from this one: a batch is one collector's, and its policy "
@@ -288,8 +309,8 @@ def _checked(name: str, value: Any, parser: Parser) -> Any:
             value = float(shown)
             if not math.isfinite(value):
                 raise ValueError
-        elif flag.kind is int_list:
-            value = int_list(shown)
+        elif flag.kind in (int_list, name_list):
+            value = flag.kind(str(shown))
         else:
             value = str(value)
     except (TypeError, ValueError, OverflowError):
@@ -302,22 +323,45 @@ def _checked(name: str, value: Any, parser: Parser) -> Any:
     return value
 
 
-def resolve_device(name: str, parser: Parser) -> str:
+def resolve_device(name: str, parser: Parser, flag: str = "--device") -> str:
     """``cpu`` or ``cuda:N``; a mistake ends the process with code 2 and one line."""
+    local_rank = torchrun_variable("LOCAL_RANK")
     if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        parser.error(f"--device {name}: valid are auto, cpu, cuda and cuda:N.")
+        parser.error(f"{flag} {name}: valid are auto, cpu, cuda and cuda:N.")
     if device.type not in ("cpu", "cuda"):
-        parser.error(f"--device {name}: valid are auto, cpu, cuda and cuda:N.")
+        parser.error(f"{flag} {name}: valid are auto, cpu, cuda and cuda:N.")
     if device.type == "cuda":
-        index = device.index or 0
+        index = local_rank if device.index is None else device.index
         if index >= torch.cuda.device_count():
-            parser.error(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices.")
+            shown = name if local_rank == 0 else f"{name} of local rank {local_rank}"
+            parser.error(f"{flag} {shown}: this machine has {torch.cuda.device_count()} CUDA devices.")
         return f"cuda:{index}"
     return "cpu"
+
+
+def _resolve_devices(args: argparse.Namespace, parser: Parser, typed: set[str]) -> None:
+    """Of the learner, and of the collectors that are this rank's."""
+    ranks = torchrun_variable("LOCAL_WORLD_SIZE")
+    if ranks > 1 and args.device.startswith("cuda:"):
+        parser.error(f"--device {args.device}: {ranks} ranks need a GPU each; cuda gives every rank its own.")
+    args.device = resolve_device(args.device, parser)
+    if args.collector_devices is None:
+        return
+    if args.collector_backend == "ray":
+        parser.error(f"--collector-devices {','.join(args.collector_devices)}: Ray gives each collector its device.")
+    devices = [resolve_device(name, parser, "--collector-devices") for name in args.collector_devices]
+    shown = f"--collector-devices {','.join(args.collector_devices)}"
+    if len(devices) % ranks:
+        parser.error(f"{shown}: {len(devices)} collectors cannot be shared out evenly among {ranks} ranks.")
+    share = len(devices) // ranks
+    args.collector_devices = devices[torchrun_variable("LOCAL_RANK") * share :][:share]
+    if "num_collectors" in typed and args.num_collectors != share:
+        parser.error(f"{shown} contradicts --num-collectors {args.num_collectors}: give one of them.")
+    args.num_collectors = share
 
 
 def _resolve_num_envs(args: argparse.Namespace, parser: Parser, *, typed: bool) -> int:
@@ -426,7 +470,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     settings = {name: _checked(name, settings[name], parser) for name in ALL_FLAGS}
 
     args = argparse.Namespace(**settings, env_overrides=env_overrides)
-    args.device = resolve_device(args.device, parser)
+    _resolve_devices(args, parser, typed=given.keys() | own.keys())
     args.num_envs = _resolve_num_envs(args, parser, typed="num_envs" in given or "num_envs" in own)
     _check_combinations(args, parser, typed=given.keys() | own.keys())
     return args

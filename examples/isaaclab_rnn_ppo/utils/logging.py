@@ -20,6 +20,8 @@ from rich.table import Table
 from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger, get_logger
 
+from isaaclab_rnn_ppo.utils.ranks import sum_over_ranks
+
 CSV_NAME = "metrics.csv"
 
 
@@ -36,9 +38,9 @@ class EpisodeStatistics:
         self._window: deque[torch.Tensor] = deque()
 
     def update(self, episodes: TensorDictBase) -> dict[str, float]:
-        """Add the ``episodes`` part [N] of a rollout; NaN before any episode has ended."""
+        """Add the ``episodes`` part [N] of every rank's rollout; NaN before any episode has ended."""
         sums = [episodes[key].sum().unsqueeze(0) for key in ("count", "return", "length")]
-        self._window.append(torch.cat([*sums, episodes["log"].sum(0)]).double().cpu())
+        self._window.append(sum_over_ranks(torch.cat([*sums, episodes["log"].sum(0)]).double().cpu()))
         total = torch.stack(list(self._window)).sum(0)
         while len(self._window) > 1 and total[0] - self._window[0][0] >= self.num_episodes:
             total -= self._window.popleft()
@@ -165,6 +167,19 @@ class RunLogger:
         self._csv.close()
         if self._logger is not None:
             self._logger.close()
+
+
+class NoLogger:
+    """A run that another process logs: the ranks above 0. Arguments: ``RunLogger``."""
+
+    def __init__(self, run_dir: Path, *, kind: str, num_iterations: int, first_iteration: int = 0):
+        pass
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def make_torchrl_logger(kind: str, run_dir: Path) -> Logger | None:

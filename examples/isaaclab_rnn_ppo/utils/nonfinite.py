@@ -16,6 +16,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from isaaclab_rnn_ppo.utils.ranks import num_ranks, rank
+
 # Losses, norms and Adam's second moment hold squares: those of larger values overflow in float32.
 LARGEST = 1e18
 
@@ -65,11 +67,12 @@ def check_skipped(
     """
     if not skipped:
         return
-    cause = first_unusable(batch["steps"]) or "every input is finite, the loss or its gradient is not"
+    everything = "every input" if num_ranks() == 1 else "every input of this rank"
+    cause = first_unusable(batch["steps"]) or f"{everything} is finite, the loss or its gradient is not"
     if in_a_row <= max_in_a_row:
         warnings.warn(f"iteration {iteration}: {skipped} updates skipped: {cause}", stacklevel=2)
         return
-    path = run_dir / "nonfinite_batch.pt"
+    path = run_dir / ("nonfinite_batch.pt" if rank() == 0 else f"nonfinite_batch_rank{rank()}.pt")
     torch.save(batch.cpu().to_dict(), path)
     raise NonFiniteRun(
         f"iteration {iteration}: {in_a_row} updates in a row skipped (--max-skipped-updates {max_in_a_row}): {cause}; "

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from isaaclab_rnn_ppo.utils.ranks import sum_over_ranks
+
 
 class RunningNormalizer(nn.Module):
     """Standardises its input with the mean and variance of everything it was updated with.
@@ -48,13 +50,13 @@ class RunningNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Merge the statistics of ``x`` [*, F]; rows with a non-finite entry are left out."""
+        """Merge the statistics of every rank's ``x`` [*, F]; rows with a non-finite entry are left out."""
         x = x.reshape(-1, x.shape[-1]).double()
         keep = x.isfinite().all(1, keepdim=True)
         x = torch.where(keep, x, 0.0)
-        count = keep.sum()
-        mean = x.sum(0) / count.clamp(min=1)
-        squares = torch.where(keep, (x - mean).square(), 0.0).sum(0)
+        count = sum_over_ranks(keep.sum())
+        mean = sum_over_ranks(x.sum(0)) / count.clamp(min=1)
+        squares = sum_over_ranks(torch.where(keep, (x - mean).square(), 0.0).sum(0))
         total = self.count + count
         weight = count / total.clamp(min=1)
         delta = mean - self.mean

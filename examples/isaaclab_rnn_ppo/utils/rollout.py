@@ -50,9 +50,9 @@ _worker_env: contextvars.ContextVar[EnvBase] = contextvars.ContextVar("worker_en
 
 
 def policy_from_worker_env(make_policy: Callable[..., nn.Module]) -> nn.Module:
-    """``make_policy(observation_spec=..., action_spec=...)`` of the env that this worker just built."""
+    """``make_policy(observation_spec=..., action_spec=...)`` of the env that this worker just built, on its device."""
     env = _worker_env.get()
-    return make_policy(observation_spec=env.observation_spec, action_spec=env.action_spec)
+    return make_policy(observation_spec=env.observation_spec, action_spec=env.action_spec).to(env.device)
 
 
 def accelerated_policy(policy: TensorDictModuleBase) -> Callable[[TensorDictBase], TensorDictBase]:
@@ -122,8 +122,14 @@ class RolloutCollector(Collector):
         self._version = self._pending_version = first_version
         self._pending_weights: TensorDictBase | None = None
         self._weights_lock = threading.Lock()
+        device = torch.device(kwargs.get("env_device") or kwargs.get("device") or "cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # before env and policy allocate: nothing of theirs on another GPU
         kwargs.update(use_buffers=True, trust_policy=True, auto_register_policy_transforms=True, track_traj_ids=False)
         super().__init__(create_env_fn, **kwargs)
+
+    def __bool__(self) -> bool:
+        return True  # Ray asks while the constructor fails, and TorchRL's __len__ would fail on top
 
     def _init_policy(self, policy, policy_factory, env, trust_policy):
         token = _worker_env.set(env)

@@ -18,6 +18,7 @@ from torchrl.modules import set_recurrent_mode
 
 from isaaclab_rnn_ppo.utils.advantages import with_initial_state
 from isaaclab_rnn_ppo.utils.nonfinite import is_usable
+from isaaclab_rnn_ppo.utils.ranks import average_over_ranks
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -180,9 +181,9 @@ def make_update(
 
     Returns:
         a function of a minibatch (``steps`` [n, T], ``initial`` [n]) that returns the loss module's
-        scalars, ``grad_norm`` (before clipping) and ``skipped_updates``, on the device. Where loss or gradient are
-        not usable (``nonfinite``), the last is 1, the others are 0, and parameters, optimizer and learning rate
-        stay as they are.
+        scalars, ``grad_norm`` (before clipping) and ``skipped_updates``, on the device. Gradients and scalars are means
+        over the ranks (``ranks``). Where loss or gradient of any are not usable (``nonfinite``), the last is 1, the
+        others are 0, and parameters, optimizer and learning rate stay as they are.
 
     Raises:
         ValueError: see ``OptimizerStep`` and ``accelerate``.
@@ -195,12 +196,14 @@ def make_update(
         loss = torch.stack([value for name, value in metrics.items() if name.startswith("loss_")]).sum()
         loss = loss * torch.where(is_usable(loss), 1.0, torch.nan)  # then the gradient's norm tells it all
         grads = list(torch.autograd.grad(loss, optimizer_step.params))
+        means = average_over_ranks([*grads, *(value.detach() for value in metrics.values())])
+        grads, metrics = means[: len(grads)], dict(zip(metrics, means[len(grads) :]))
         norm = metrics["grad_norm"] = (_global_norm_op if torch.compiler.is_compiling() else global_norm)(grads)
         usable = is_usable(norm)
         if adapt_lr is not None:
             adapt_lr(torch.where(usable, metrics["kl"], 0.0))  # 0 leaves the learning rate alone
         optimizer_step(grads, norm)
-        metrics = {name: torch.where(usable, value.detach(), 0.0) for name, value in metrics.items()}
+        metrics = {name: torch.where(usable, value, 0.0) for name, value in metrics.items()}
         return metrics | {"skipped_updates": 1 - usable.float()}
 
     return accelerate(
