@@ -345,10 +345,8 @@ def test_every_sample_of_both_workers_is_exact(two_workers):
     assert expected["approximated"].any()
 
 
-@pytest.mark.parametrize(("name", "first"), [("one_worker", 8), ("two_workers", 1)])
-def test_sync_frames_carry_the_version_and_the_weights_pushed_last(name, first, request):
+def check_versions(run: Run, first: int) -> None:
     """Every frame, the first one too, of every worker; staleness 0; on-policy identity."""
-    run = request.getfixturevalue(name)
     assert run.versions == list(range(first, first + len(run.batches)))
     for version, batch in zip(run.versions, run.batches):
         assert (batch["steps", "policy_version"] == version).all()
@@ -362,6 +360,14 @@ def test_sync_frames_carry_the_version_and_the_weights_pushed_last(name, first, 
                     for mine, theirs in zip(models.actor.parameters(), run.models[version].actor.parameters())
                 )
                 assert not is_other or log_prob_error(part, models) > 1e-2, (version, other)
+
+
+def test_sync_frames_carry_the_version_and_the_weights_pushed_last(two_workers):
+    check_versions(two_workers, first=1)
+
+
+def test_versions_go_on_from_the_first_one(one_worker):
+    check_versions(one_worker, first=8)
 
 
 def test_bytes_per_transition(one_worker):
