@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from isaaclab_rnn_ppo.train import make_objectives, make_worker_policy, model_factory, seed_everything
 from isaaclab_rnn_ppo.utils import (
-    SEED_STRIDE,
     RolloutCollector,
     average_over_ranks,
     bytes_of,
@@ -48,6 +47,7 @@ from isaaclab_rnn_ppo.utils import (
     quiet_libraries,
     rank,
     resolve_asset_root,
+    seed_of_rank,
     update,
 )
 
@@ -120,7 +120,7 @@ def work(args: argparse.Namespace, rounds: int) -> dict:
         num_envs=args.num_envs,
         rollout_steps=args.rollout_steps,
         device=args.device,
-        seed=args.seed + SEED_STRIDE * rank(),
+        seed=seed_of_rank(args.seed),
         backend=args.collector_backend,
     )
     try:

@@ -22,7 +22,6 @@ from torchrl._utils import timeit
 from torchrl.checkpoint import GlobalRNGState
 
 from isaaclab_rnn_ppo.utils import (
-    SEED_STRIDE,
     AdaptiveLR,
     AgreedStop,
     EpisodeStatistics,
@@ -70,6 +69,7 @@ from isaaclab_rnn_ppo.utils import (
     restore_rng,
     resume_from,
     save_checkpoint,
+    seed_of_rank,
     user_errors,
     versions,
 )
@@ -337,7 +337,7 @@ def save_or_warn(run_dir: Path, state: dict[str, Any], keep: int) -> None:
 def train(args: argparse.Namespace) -> None:
     quiet_libraries()
     seed_everything(args.seed)
-    rank_seed = (args.seed + SEED_STRIDE * rank()) % 2**31
+    rank_seed = seed_of_rank(args.seed)
     with user_errors():
         resumed = from_first_rank(partial(find_resume, args))
         path, checkpoint = resumed or (None, None)

@@ -35,7 +35,6 @@ from isaaclab_rnn_ppo.utils.models import Models, make_models
 from isaaclab_rnn_ppo.utils.nonfinite import NonFiniteRun, check_skipped
 from isaaclab_rnn_ppo.utils.normalize import NormalizedValue, RunningNormalizer
 from isaaclab_rnn_ppo.utils.ranks import (
-    SEED_STRIDE,
     AgreedStop,
     average_over_ranks,
     data_parallel,
@@ -45,6 +44,7 @@ from isaaclab_rnn_ppo.utils.ranks import (
     num_ranks,
     rank,
     require_agreement,
+    seed_of_rank,
     sum_over_ranks,
 )
 from isaaclab_rnn_ppo.utils.restore import check_output
@@ -56,7 +56,6 @@ from isaaclab_rnn_ppo.utils.update import accelerate, compile_seconds, make_upda
 __all__ = [
     "GRU",
     "LSTM",
-    "SEED_STRIDE",
     "AdaptiveLR",
     "AgreedStop",
     "AsyncCollector",
@@ -121,6 +120,7 @@ __all__ = [
     "resume_from",
     "rnn_forward",
     "save_checkpoint",
+    "seed_of_rank",
     "set_learning_rate",
     "sum_over_ranks",
     "user_errors",

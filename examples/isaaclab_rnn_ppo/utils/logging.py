@@ -178,6 +178,9 @@ class NoLogger:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         pass
 
+    def log_video(self, path: Path, step: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

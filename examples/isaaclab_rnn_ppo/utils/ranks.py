@@ -22,8 +22,7 @@ from torch import Tensor
 
 from isaaclab_rnn_ppo.utils.signals import EXIT_CODES, Interrupted
 
-SEED_STRIDE = 1_000_003
-"""Between the seeds of two ranks: more than the collectors and restarts of one rank add."""
+_SEED_STRIDE = 1_000_003  # more than the collectors and restarts of a rank add to its seed
 
 
 def torchrun_variable(name: str) -> int:
@@ -35,6 +34,11 @@ def torchrun_variable(name: str) -> int:
 def rank() -> int:
     """Of this process, over all nodes."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def seed_of_rank(seed: int) -> int:
+    """``seed`` on rank 0, others on the others."""
+    return (seed + _SEED_STRIDE * rank()) % 2**31
 
 
 def num_ranks() -> int:
