@@ -6,7 +6,8 @@
 A phase turns a stored rollout into advantages and makes 3 epochs of 4 minibatches; observations 60, actions 8,
 embedding 256, H 256, T 32, 3 % of the steps end an episode. `peers.py` says how each library is built. `plain` is plain
 nn.LSTM in torch without resets (`learner_phase.py`), with as many LSTMs as the contestant has: one shared by actor and
-critic, or two. Contestants take turns in one process; `learner_phase.py` has the rule that drops loaded rounds.
+critic, or two, in rsl_rl's layout (the layer of 256 behind each LSTM). Contestants take turns in one process;
+`learner_phase.py` has the rule that drops loaded rounds.
 
 Results are added to the output, and replace those of the same sizes and clock.
 

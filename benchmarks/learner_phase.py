@@ -116,27 +116,29 @@ class Ours:
 class Plain(nn.Module):
     """The same phase in plain torch, without resets and without bootstraps inside the window.
 
-    With ``separate`` the critic has an embedding and an LSTM of its own.
+    With ``separate`` the critic has an LSTM of its own, and the layer of ``hidden`` units stands behind each LSTM
+    instead of before it: rsl_rl's layout.
     """
 
     def __init__(self, hidden: int, *, separate: bool = False):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Sequential(nn.Linear(OBS, hidden), nn.ELU())
-        self.lstm = nn.LSTM(hidden, hidden, batch_first=True)
         self.separate = separate
         if separate:
-            self.critic_embedding = nn.Sequential(nn.Linear(OBS, hidden), nn.ELU())
-            self.critic_lstm = nn.LSTM(hidden, hidden, batch_first=True)
+            self.lstm, self.critic_lstm = (nn.LSTM(OBS, hidden, batch_first=True) for _ in range(2))
+            self.layer, self.critic_layer = (nn.Sequential(nn.Linear(hidden, hidden), nn.ELU()) for _ in range(2))
+        else:
+            self.embedding = nn.Sequential(nn.Linear(OBS, hidden), nn.ELU())
+            self.lstm = nn.LSTM(hidden, hidden, batch_first=True)
         self.mean, self.value = nn.Linear(hidden, ACT), nn.Linear(hidden, 1)
         self.log_std = nn.Parameter(torch.zeros(ACT))
         self.optimizer = torch.optim.Adam(self.parameters(), lr=LR, fused=True)
 
     def features(self, obs: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        return self.lstm(self.embedding(obs), state)[0]
+        return self.layer(self.lstm(obs, state)[0]) if self.separate else self.lstm(self.embedding(obs), state)[0]
 
     def critic_features(self, obs: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        return self.critic_lstm(self.critic_embedding(obs), state)[0] if self.separate else self.features(obs, state)
+        return self.critic_layer(self.critic_lstm(obs, state)[0]) if self.separate else self.features(obs, state)
 
     def phase(self, batch: dict[str, Tensor]) -> None:
         with torch.no_grad():

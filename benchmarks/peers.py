@@ -802,8 +802,8 @@ class Ours(Contestant):
             observation_spec=Composite(policy=Unbounded((self.num_envs, self.num_obs)), shape=[self.num_envs]),
             action_spec=Unbounded((self.num_envs, self.num_actions)),
             hidden_size=self.hidden,
-            embedding=(self.hidden,),
             critic_obs=self.critic_obs,
+            **self.layout(),
         )
         self.advantage = self.make_advantage(normalize=True)
         losses = {"model": make_loss(actor=self.models.actor, value_head=self.models.value_head, entropy_coeff=ENTROPY)}
@@ -814,6 +814,9 @@ class Ours(Contestant):
             optimizer = make_optimizer(loss.parameters(), LR)
             update = make_update(loss_module=loss, optimizer=optimizer)
             self.objectives.append(Objective(name, loss, optimizer, update, EPOCHS, MINIBATCHES))
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        return {"embedding": (self.hidden,)}
 
     def make_advantage(self, *, normalize: bool) -> Callable:
         return make_advantage(
@@ -861,10 +864,13 @@ class Ours(Contestant):
 
 
 class OursSeparate(Ours):
-    """This suite, with an LSTM for the actor and one for the critic."""
+    """This suite, with an LSTM for the actor and one for the critic, and rsl_rl's layout: the layer behind each."""
 
     num_lstms = 2
     critic_obs = "policy"
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        return {"embedding": (), "head_hidden": (self.hidden,)}
 
 
 CONTESTANTS: dict[str, type[Contestant]] = {
