@@ -125,7 +125,7 @@ def main() -> None:
                 args.output.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["results"]))
     if args.output:
-        draw([result for result in document["results"] if result["rounds_kept"]], args.output.with_suffix(".png"))
+        draw([result for result in document["results"] if result["samples_per_s"]], args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ A phase is the advantages of one rollout and 3 epochs of 4 minibatches; observat
 H 256, T 32. `plain` is hand-written in torch: one nn.LSTM without resets under the same embedding and heads, a loop for
 the advantages, the same losses, clipping and fused Adam, indices instead of tensordicts. `ours` is what train.py runs.
 
-`time` interleaves the contestants: a round runs plain, every contestant once, and plain again; a contestant's figure is
-the median over rounds of its ratio to the mean of the two plain times. A round is dropped as loaded when its two
-plain times differ by more than 10 % or their mean exceeds the best round's by more than 20 %. `--clock cpu` counts
-processor time instead of wall time: for one thread on a machine that others use too.
+`time` interleaves the contestants: a round runs plain, a contestant, plain, the next contestant, plain, and so on; a
+contestant's figure is the median over rounds of its ratio to the mean of the plain times right before and after it. A
+round is dropped for a contestant, as loaded, when those two differ by more than 10 % or their mean exceeds the best by
+more than 20 %. `--clock cpu` counts processor time instead of wall time: for one thread on a machine that others use.
 `memory` measures one phase in a fresh process each.
 """
 
@@ -193,7 +193,10 @@ def make_phase(name: str, num_envs: int, num_steps: int, hidden: int, device: st
 
 
 def interleaved(calls: dict[str, Callable[[], None]], *, reference: str, rounds: int, clock: str) -> dict:
-    """Median per-round ratios to `reference`, by the rule of the module docstring; and its seconds."""
+    """Median per-round ratios to `reference`, by the rule of the module docstring; and milliseconds.
+
+    `rounds_kept` is of the contestant that kept the fewest; one that kept none is missing from the figures.
+    """
     read = time.process_time if clock == "cpu" else time.perf_counter
 
     def seconds(name: str) -> float:
@@ -203,22 +206,29 @@ def interleaved(calls: dict[str, Callable[[], None]], *, reference: str, rounds:
             torch.cuda.synchronize()
         return read() - start
 
-    table = []
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls if name != reference}
+    before = seconds(reference)
     for _ in range(rounds):
-        first = seconds(reference)
-        row = {name: seconds(name) for name in calls if name != reference}
-        last = seconds(reference)
-        table.append(row | {reference: (first + last) / 2, "drift": abs(first - last) / min(first, last)})
-    best = min(row[reference] for row in table)
-    kept = [row for row in table if row["drift"] <= 0.10 and row[reference] <= 1.2 * best]
-    result = {"clock": clock, "rounds": rounds, "rounds_kept": len(kept)}
-    if kept:
-        ratios = {name: sorted(row[name] / row[reference] for row in kept) for name in calls}
+        for name, of_name in rows.items():
+            taken, after = seconds(name), seconds(reference)
+            of_name.append((taken, (before + after) / 2, abs(before - after) / min(before, after)))
+            before = after
+    best = min(mean for of_name in rows.values() for _, mean, _ in of_name)
+    kept = {
+        name: [(taken, mean) for taken, mean, drift in of_name if drift <= 0.10 and mean <= 1.2 * best]
+        for name, of_name in rows.items()
+    }
+    result = {"clock": clock, "rounds": rounds, "rounds_kept": min(map(len, kept.values()))}
+    ratios = {name: sorted(taken / mean for taken, mean in of_name) for name, of_name in kept.items() if of_name}
+    if ratios:
         result["ratios"] = {
             name: {"median": round(statistics.median(r), 3), "min": round(r[0], 3), "max": round(r[-1], 3)}
-            for name, r in ratios.items()
+            for name, r in ({reference: [1.0]} | ratios).items()
         }
-        result["ms"] = {name: round(1e3 * statistics.median(row[name] for row in kept), 2) for name in calls}
+        means = [mean for of_name in kept.values() for _, mean in of_name]
+        result["ms"] = {reference: round(1e3 * statistics.median(means), 2)} | {
+            name: round(1e3 * statistics.median(taken for taken, _ in kept[name]), 2) for name in ratios
+        }
     return result
 
 
