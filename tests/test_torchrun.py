@@ -1,117 +1,133 @@
-"""train.py under torchrun on the real simulator, as a user runs it: two ranks on the CPU."""
+"""train.py under torchrun, two ranks on the CPU: on the tensor env, and on the real simulator.
 
-import csv
+All of them start many processes: ``pytest -m slow tests/test_torchrun.py``.
+"""
+
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
+from isaaclab_rnn_ppo.utils.checkpoint import checkpoints, load_checkpoint
+from test_faults import assert_gone, descendants
+from test_resume import SCRIPT, SETTINGS, TRAIN, assert_same_run, rows
 
-ROOT = Path(__file__).parent.parent
-TRAIN = ROOT / "examples" / "isaaclab_rnn_ppo" / "train.py"
-
-pytestmark = [pytest.mark.isaac, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, *argv: str, torchrun: tuple[str, ...] = ()) -> subprocess.Popen:
-    command = [
+@contextmanager
+def torchrun(
+    folder: Path, *argv: str, script: Path = SCRIPT, options: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen]:
+    """Two ranks; what they print goes to ``folder/output``."""
+    folder.mkdir(exist_ok=True)
+    launch = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
-        *torchrun,
-        str(TRAIN),
+        *options,
+        str(script),
     ]
-    settings = ["--task", "Isaac-Cartpole", "--device", "cpu", "--log-dir", str(folder / "runs"), *argv]
-    output = (folder / "output").open("w")
-    return subprocess.Popen([*command, *settings], stdout=output, stderr=subprocess.STDOUT, cwd=folder)
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    (run_dir,) = (folder / "runs" / "Isaac-Cartpole").iterdir()
-    with (run_dir / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def wait_for_checkpoint(folder: Path, job: subprocess.Popen, iteration: int) -> None:
-    while not list(folder.glob(f"runs/*/*/checkpoints/iteration_{iteration:07d}.pt")):
-        assert job.poll() is None, (folder / "output").read_text()[-4000:]
-        time.sleep(0.1)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def rank_of(pid: int) -> str | None:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((v.decode().removeprefix("RANK=") for v in variables if v.startswith(b"RANK=")), None)
-
-
-def descendants(pid: int) -> list[int]:
-    return [d for child in children(pid) for d in (child, *descendants(child))]
-
-
-def running(pid: int) -> bool:
+    settings = SETTINGS.split() if script == SCRIPT else []
+    with (folder / "output").open("a") as output:
+        job = subprocess.Popen(
+            [*launch, *settings, "--log-dir", str(folder), *argv],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        yield job
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
 
 
-def test_two_ranks_learn_cartpole_as_one_run(tmp_path):
-    """That the ranks hold the same bits after each of the iterations, train.py itself checks."""
-    job = start(tmp_path, "--num-envs", "128", "--iterations", "60")
-    assert job.wait(timeout=400) == 0, (tmp_path / "output").read_text()[-4000:]
-    table = rows(tmp_path)
-    assert [int(row["frames"]) for row in table] == [2 * 128 * 16 * k for k in range(1, 61)]
-    assert sum(float(row["episode_return"]) for row in table[-10:]) / 10 >= 4.5
+def output(folder: Path) -> str:
+    return (folder / "output").read_text()
+
+
+def run_dir(folder: Path) -> Path:
+    (found,) = (folder / "Isaac-Cartpole").iterdir()
+    return found
+
+
+def wait_for(folder: Path, job: subprocess.Popen, text: str) -> None:
+    while text not in output(folder):
+        assert job.poll() is None, output(folder)[-4000:]
+        time.sleep(0.05)
+
+
+def pid_of(rank: int, job: subprocess.Popen) -> int:
+    """A child of torchrun, by its environment."""
+    children = [int(child) for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+    (found,) = [c for c in children if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
+    return found
 
 
 def test_a_killed_rank_ends_all_and_the_restart_resumes(tmp_path):
-    job = start(
-        tmp_path, "--num-envs", "8", "--iterations", "40", "--checkpoint-interval", "1", torchrun=("--max-restarts=1",)
-    )
-    wait_for_checkpoint(tmp_path, job, 3)
-    ranks = {rank_of(pid): pid for pid in children(job.pid)}
-    before = [pid for rank in ranks.values() for pid in (rank, *descendants(rank))]
-    killed_at = time.monotonic()
-    os.kill(ranks["1"], signal.SIGKILL)
-    while any(map(running, before)):
-        assert time.monotonic() - killed_at < 60, [pid for pid in before if running(pid)]
-        time.sleep(0.1)
-    assert job.wait(timeout=200) == 0
-    output = (tmp_path / "output").read_text()
-    assert "failed (exitcode: -9) local_rank: 1" in output
-    assert "rank 0: train.py: error: another rank is gone" in output
-    assert [int(row["iteration"]) for row in rows(tmp_path)] == list(range(1, 41))
-    assert output.count("run folder:") == 2  # the second time it is the first one's
+    argv = ["--iterations", "60", "--checkpoint-interval", "1", "env.delay_s=0.01"]
+    with torchrun(tmp_path, *argv, options=("--max-restarts=1",)) as job:
+        wait_for(tmp_path, job, "iteration 3/")
+        before = descendants(job.pid)
+        killed_at = time.monotonic()
+        os.kill(pid_of(1, job), signal.SIGKILL)
+        while "exitcode: -9" not in output(tmp_path):  # torchrun says so when the others have ended
+            assert time.monotonic() - killed_at < 60
+            time.sleep(0.05)
+        assert_gone(before)
+        assert job.wait(timeout=200) == 0, output(tmp_path)[-4000:]
+    text = output(tmp_path)
+    assert "failed (exitcode: -9) local_rank: 1" in text
+    assert "rank 0: train.py: error: another rank is gone" in text
+    assert text.count(f"run folder: {run_dir(tmp_path)}") == 2
+    assert [row["iteration"] for row in rows(run_dir(tmp_path))] == [str(k) for k in range(1, 61)]
 
 
-def test_a_rank_that_dies_without_restarts_is_named(tmp_path):
-    job = start(tmp_path, "--num-envs", "8", "--iterations", "400", "--checkpoint-interval", "1")
-    wait_for_checkpoint(tmp_path, job, 1)
-    ranks = {rank_of(pid): pid for pid in children(job.pid)}
-    os.kill(ranks["1"], signal.SIGKILL)
-    assert job.wait(timeout=60) != 0
-    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in (tmp_path / "output").read_text()
+def test_a_killed_rank_without_restarts_is_named(tmp_path):
+    with torchrun(tmp_path, "--iterations", "10000", "env.delay_s=0.01") as job:
+        wait_for(tmp_path, job, "iteration 3/")
+        before = descendants(job.pid)
+        os.kill(pid_of(1, job), signal.SIGKILL)
+        assert job.wait(timeout=60) != 0
+        assert_gone(before)
+    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in output(tmp_path)
 
 
-def test_a_signal_stops_all_ranks_after_the_same_iteration(tmp_path):
-    job = start(tmp_path, "--num-envs", "8", "--iterations", "400", "--checkpoint-interval", "100")
-    while not (tmp_path / "output").read_text().count("iteration 3/"):
-        assert job.poll() is None
-        time.sleep(0.1)
-    (rank, *_) = [pid for pid in children(job.pid) if rank_of(pid) == "1"]
-    os.kill(rank, signal.SIGTERM)  # one of them only
-    job.wait(timeout=60)
-    output = (tmp_path / "output").read_text()
-    assert all(f"rank {rank}: stopped by SIGTERM; --resume" in output for rank in (0, 1)), output
-    (path,) = tmp_path.glob("runs/*/*/checkpoints/*.pt")
-    last = torch.load(path, weights_only=False)["iteration"]
-    assert last == int(rows(tmp_path)[-1]["iteration"]) >= 3
+def test_a_signal_to_one_rank_stops_all_after_the_same_iteration(tmp_path):
+    with torchrun(tmp_path, "--iterations", "10000", "--checkpoint-interval", "10000", "env.delay_s=0.01") as job:
+        wait_for(tmp_path, job, "iteration 3/")
+        os.kill(pid_of(1, job), signal.SIGTERM)
+        job.wait(timeout=60)
+    for rank in (0, 1):
+        assert f"rank {rank}: stopped by SIGTERM; --resume" in output(tmp_path)
+    (path,) = checkpoints(run_dir(tmp_path))
+    assert load_checkpoint(path)["iteration"] == int(rows(run_dir(tmp_path))[-1]["iteration"]) >= 3
+
+
+def test_a_resumed_run_of_two_ranks_is_the_one_that_was_never_interrupted(tmp_path):
+    for name, *lengths in (("whole", "8"), ("halves", "4", "8")):
+        for length in lengths:
+            resume = ["--resume", str(run_dir(tmp_path / name))] if length != lengths[0] else []
+            with torchrun(tmp_path / name, "--iterations", length, *resume) as job:
+                assert job.wait(timeout=200) == 0, output(tmp_path / name)[-4000:]
+    assert_same_run(run_dir(tmp_path / "whole"), run_dir(tmp_path / "halves"))
+
+
+@pytest.mark.isaac
+def test_two_ranks_learn_cartpole_as_one_run(tmp_path):
+    """That the ranks hold the same bits after each of the iterations, train.py itself checks."""
+    argv = ["--task", "Isaac-Cartpole", "--device", "cpu", "--num-envs", "128", "--iterations", "60"]
+    with torchrun(tmp_path, *argv, script=TRAIN) as job:
+        assert job.wait(timeout=400) == 0, output(tmp_path)[-4000:]
+    table = rows(run_dir(tmp_path))
+    assert [int(row["frames"]) for row in table] == [2 * 128 * 16 * k for k in range(1, 61)]
+    assert sum(float(row["episode_return"]) for row in table[-10:]) / 10 >= 4.5
