@@ -4,11 +4,12 @@ Compiling takes seconds, so the default run compiles one configuration; `-m slow
 """
 
 import itertools
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
-import torch._inductor.config
 from isaaclab_rnn_ppo.utils.advantages import make_advantage
 from isaaclab_rnn_ppo.utils.losses import make_critic_loss, make_loss
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, make_optimizer
@@ -19,8 +20,6 @@ from test_update import parameter_vector, rollout, tiny_models
 from torch import nn
 from torch._dynamo.utils import counters
 from torchrl.envs.utils import ExplorationType
-
-torch._inductor.config.cpp.vec_isa_ok = True  # skips a probe of the processor that takes 10 s
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +128,26 @@ def test_the_compiled_policy_step_acts_as_the_eager_one(rnn):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
     actions = [batch["steps", "action"] for batch in batches[0]]
     assert float((actions[0] - actions[1]).abs().max()) > 1e-2
+
+
+@pytest.mark.slow
+def test_the_quick_probe_finds_the_vector_units_that_torch_finds():
+    probe = (
+        "import time, torch\n"
+        "from isaaclab_rnn_ppo.utils import update\n"
+        "from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list\n"
+        "{}\n"
+        "start = time.perf_counter()\n"
+        "print(pick_vec_isa().build_arch_flags(), *valid_vec_isa_list(), sep=';')\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    results = []
+    for preparation in ("", "update._quick_probe_of_vector_units()"):
+        command = [sys.executable, "-c", probe.format(preparation)]
+        results.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+    (stock, stock_s), (quick, quick_s) = results
+    assert quick == stock and quick.count(";")
+    assert float(quick_s) < float(stock_s)
 
 
 def test_the_check_sees_a_silent_fallback():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch._dynamo.utils import calculate_time_spent
 from torch._inductor import list_mode_options
+from torch._inductor.cpu_vec_isa import VecISA
 from torchrl.modules import set_recurrent_mode
 
 from isaaclab_rnn_ppo.utils.advantages import with_initial_state
@@ -283,8 +285,20 @@ def compile_seconds() -> float:
     return calculate_time_spent()["total_wall_time"]
 
 
+def _quick_probe_of_vector_units() -> None:
+    """Let inductor's probe of the processor start Pythons without torch.
+
+    In every process torch 2.11 builds a small library for each vector unit and loads it in a Python that imports torch:
+    most of what a start with a filled compile cache costs. The library needs ``libtorch_cpu`` alone.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    load = f"from ctypes import CDLL, RTLD_GLOBAL\nCDLL({str(library)!r}, RTLD_GLOBAL)\n"
+    VecISA._avx_py_load = VecISA._avx_py_load.replace("import torch\n", load)
+
+
 def _compiled(flat: Callable, fullgraph: bool, options: dict[str, Any]) -> Callable:
     torch._dynamo.config.trace_autograd_ops = True  # the update calls autograd.grad in the middle of its graph
+    _quick_probe_of_vector_units()
     compiled = torch.compile(flat, fullgraph=fullgraph, dynamic=False if fullgraph else None, options=options)
     if not options["triton.cudagraphs"]:
         return compiled
