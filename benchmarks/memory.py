@@ -10,7 +10,7 @@ stands twice: with the boundary slots that this window with its many time-outs n
 train.py's default of 2, which hold the window's end and one time-out inside it.
 
 The peak is what a phase (advantages, 3 epochs of 4 minibatches) adds at most to a process that holds the rollout and
-has learned once from a small one: resident memory, each library in a process of its own, at N 512.
+has learned once from a small one: resident memory, each library in a process of its own.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=64, help="envs N")
     parser.add_argument("--steps", type=int, default=32, help="window length T, steps")
     parser.add_argument("--hidden", type=int, default=256, help="hidden units H")
-    parser.add_argument("--peak-envs", type=int, default=512, help="envs N of the learning phase")
     parser.add_argument("--output", type=Path, help="JSON file for the results; the picture goes beside it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -120,7 +119,7 @@ def main() -> None:
         return
     results = {name: measure(name, **sizes) for name in VARIANTS}
     for name, row in results.items():
-        flags = ["--envs", str(args.peak_envs), "--steps", str(args.steps), "--hidden", str(args.hidden)]
+        flags = ["--envs", str(args.envs), "--steps", str(args.steps), "--hidden", str(args.hidden)]
         command = [sys.executable, __file__, *flags, "--child", name]
         row["peak_mib"] = round(int(subprocess.check_output(command, text=True).split()[-1]) / 2**20)
     print("| | LSTMs | bytes a transition | with values and advantages | peak of a phase, MiB |\n|--|--|--|--|--|")
@@ -129,10 +128,7 @@ def main() -> None:
         print(f"| {name} | {' | '.join(figures)} |")
     if args.output:
         versions = {package: version(package) for package in sorted(PACKAGES)}
-        args.output.write_text(
-            json.dumps({"environment": sizes | {"peak_envs": args.peak_envs} | versions, "results": results}, indent=1)
-            + "\n"
-        )
+        args.output.write_text(json.dumps({"environment": sizes | versions, "results": results}, indent=1) + "\n")
         draw(results, args.output.with_suffix(".png"))
 
 
