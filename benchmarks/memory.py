@@ -9,8 +9,9 @@ and TorchRL compute values and advantages in the learner; what that adds, 12 byt
 stands twice: with the boundary slots that this window with its many time-outs needs to be exact throughout, and with
 train.py's default of 2, which hold the window's end and one time-out inside it.
 
-The peak is what a phase (advantages, 3 epochs of 4 minibatches) adds at most to a process that holds the rollout and
-has learned once from a small one: resident memory, each library in a process of its own.
+The peak, with --peak, is what a phase (advantages, 3 epochs of 4 minibatches) adds at most to a process that holds the
+rollout and has learned once from a small one: resident memory, each library in a process of its own. Results are added
+to the output, and replace those of the same library.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=64, help="envs N")
     parser.add_argument("--steps", type=int, default=32, help="window length T, steps")
     parser.add_argument("--hidden", type=int, default=256, help="hidden units H")
+    parser.add_argument("--peak", action="store_true", help="measure the peak of a learning phase as well")
+    parser.add_argument("--contestants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, help="JSON file for the results; the picture goes beside it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,15 +120,23 @@ def main() -> None:
     if args.child:
         print(peak_bytes(args.child, **sizes))
         return
-    results = {name: measure(name, **sizes) for name in VARIANTS}
-    for name, row in results.items():
+    results = json.loads(args.output.read_text())["results"] if args.output and args.output.exists() else {}
+    for name in args.contestants:
+        row = results[name] = measure(name, **sizes)
+        if not args.peak:
+            continue
         flags = ["--envs", str(args.envs), "--steps", str(args.steps), "--hidden", str(args.hidden)]
         command = [sys.executable, __file__, *flags, "--child", name]
         row["peak_mib"] = round(int(subprocess.check_output(command, text=True).split()[-1]) / 2**20)
-    print("| | LSTMs | bytes a transition | with values and advantages | peak of a phase, MiB |\n|--|--|--|--|--|")
+    columns = {
+        "num_lstms": "LSTMs",
+        "rollout": "bytes a transition",
+        "with_advantages": "with values and advantages",
+        "peak_mib": "peak of a phase, MiB",
+    }
+    print(f"| | {' | '.join(columns.values())} |", "|--" * (len(columns) + 1) + "|", sep="\n")
     for name, row in results.items():
-        figures = (f"{row[key]:,.0f}" for key in ("num_lstms", "rollout", "with_advantages", "peak_mib"))
-        print(f"| {name} | {' | '.join(figures)} |")
+        print(f"| {name} | {' | '.join(f'{row[key]:,.0f}' if key in row else '' for key in columns)} |")
     if args.output:
         versions = {package: version(package) for package in sorted(PACKAGES)}
         args.output.write_text(json.dumps({"environment": sizes | versions, "results": results}, indent=1) + "\n")
