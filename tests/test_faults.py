@@ -168,7 +168,7 @@ def test_killed_and_stopped_workers_are_replaced(tmp_path):
         wait_for(lambda: num_rows(tmp_path) > 2, run)
         for kill in range(10):
             strike(tmp_path, run, signal.SIGKILL, moments.uniform(0, 2), collecting=kill % 3 != 2)
-        assert strike(tmp_path, run, signal.SIGSTOP, 0.0, collecting=True) < 40
+        assert strike(tmp_path, run, signal.SIGSTOP, 0.0, collecting=True) < 36
         assert run.wait(timeout=300) == 0
     table = rows(run_folder(tmp_path))
     assert [row["iteration"] for row in table] == [row["policy_version"] for row in table]

@@ -41,6 +41,7 @@ __all__ = [
 
 # Isaac Lab needs 3-8 s to close; TorchRL terminates at 80 % and kills at 95 % of this.
 SHUTDOWN_TIMEOUT_S = 20.0
+FAULT_TIMEOUT_S = 2.0  # of one that hangs anyway
 
 
 class WorkerFault(RuntimeError):
@@ -101,6 +102,7 @@ class _LearnerSide(MultiCollector):
 
     def __init__(self, *args, first_version: int, worker_timeout_s: float, failures: SimpleQueue, **kwargs):
         self._version, self.worker_timeout_s, self._failures = first_version, worker_timeout_s, failures
+        self._shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
         super().__init__(*args, **kwargs)
 
     def failure(self) -> str | None:
@@ -121,9 +123,7 @@ class _LearnerSide(MultiCollector):
                 if not self.alive:
                     raise WorkerFault("a worker died") from None
                 if time.monotonic() > deadline:
-                    raise WorkerFault(
-                        f"no worker answered for {self.worker_timeout_s:g} s (--worker-timeout)"
-                    ) from None
+                    raise self._hangs() from None
 
     @property
     def policy_version(self) -> int:
@@ -146,7 +146,11 @@ class _LearnerSide(MultiCollector):
         try:
             return super()._recv_and_check(pipe, **{"timeout": self.worker_timeout_s} | kwargs)
         except TimeoutError:
-            raise WorkerFault(f"no worker answered for {self.worker_timeout_s:g} s (--worker-timeout)") from None
+            raise self._hangs() from None
+
+    def _hangs(self) -> WorkerFault:
+        self._shutdown_timeout_s = FAULT_TIMEOUT_S  # TorchRL's iterator shuts down before anyone sees the fault
+        return WorkerFault(f"no worker answered for {self.worker_timeout_s:g} s (--worker-timeout)")
 
     @property
     def alive(self) -> bool:
@@ -154,7 +158,7 @@ class _LearnerSide(MultiCollector):
         return all(not process._closed and process.is_alive() for process in self.procs)
 
     def shutdown(self, timeout: float | None = None, **kwargs) -> None:
-        super().shutdown(timeout=SHUTDOWN_TIMEOUT_S if timeout is None else timeout, **kwargs)
+        super().shutdown(timeout=self._shutdown_timeout_s if timeout is None else timeout, **kwargs)
 
 
 class _WatchedQueue:
@@ -349,7 +353,7 @@ class RestartingCollector:
                     if self.collector.alive and not isinstance(fault, WorkerFault):
                         raise
                     reason = self.collector.failure() or reason
-                    self.collector.shutdown(timeout=2.0, raise_on_error=False)
+                    self.collector.shutdown(timeout=FAULT_TIMEOUT_S, raise_on_error=False)
                 self._is_down, self._rollouts = True, None
                 if self.num_restarts == self.max_restarts:
                     raise WorkerFault(
