@@ -186,6 +186,17 @@ def launch(ranks: int, envs: int, options: argparse.Namespace, folder: Path) -> 
 def run(options: argparse.Namespace) -> None:
     folder = options.output.parent
     folder.mkdir(exist_ok=True)
+    cpu = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    environment = {
+        "cpu": cpu[0] if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads_a_process": options.threads,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **{package: version(package) for package in ("torch", "torchrl", "tensordict", "isaaclab")},
+        "date": time.strftime("%Y-%m-%d"),
+    }
     results, base = [], None
     for ranks in options.ranks:
         for kind, envs in (("weak", options.envs), ("strong", options.envs // ranks)):
@@ -195,21 +206,10 @@ def run(options: argparse.Namespace) -> None:
             (folder / f"scaling_{ranks}_{envs}.json").unlink()
             base = base or result
             speedup = result["fps"] / base["fps"]
-            results.append({"scaling": kind, **result, "speedup": speedup, "efficiency": speedup / ranks})
+            own = {"speedup": speedup, "efficiency": speedup / ranks, "load_average_1min": os.getloadavg()[0]}
+            results.append({"scaling": kind, **result, **own})
             print(json.dumps(results[-1], indent=1), flush=True)
-    cpu = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    environment = {
-        "cpu": cpu[0] if cpu else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads_a_process": options.threads,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "load_average_1min": os.getloadavg()[0],
-        **{package: version(package) for package in ("torch", "torchrl", "tensordict", "isaaclab")},
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    options.output.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+            options.output.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
 
 
 def predicted_seconds(

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from isaaclab_rnn_ppo.utils import collectors, rollout
 from isaaclab_rnn_ppo.utils.advantages import make_advantage, with_initial_state
 from isaaclab_rnn_ppo.utils.collectors import RestartingCollector, make_collector
 from isaaclab_rnn_ppo.utils.rollout import RolloutCollector, bytes_of, require_memory
+from isaaclab_rnn_ppo.utils.signals import Interrupted, interruptible
 from isaaclab_rnn_ppo.utils.update import minibatches
 from tensor_env import (
     TableEnv,
@@ -547,3 +549,18 @@ def test_a_dead_worker_of_ray_is_started_again():
     assert collector.num_restarts == 1
     assert [int(batch["steps", "policy_version"].max()) for batch in batches] == [1, 2, 3]
     assert not ray.is_initialized()
+
+
+@needs_ray
+def test_ray_leaves_signals_to_the_learner():
+    collector = None
+    try:
+        with pytest.raises(Interrupted), interruptible():
+            collector = make_collector(
+                create_env_fn=make_random_env, make_policy=make_test_policy, num_envs=4, rollout_steps=T, backend="ray"
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+    finally:
+        if collector is not None:
+            collector.shutdown()

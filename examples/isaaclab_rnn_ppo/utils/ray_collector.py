@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torchrl.collectors.distributed import RayCollector
 
 from isaaclab_rnn_ppo.utils.collectors import SHUTDOWN_TIMEOUT_S, WorkerFault
 from isaaclab_rnn_ppo.utils.rollout import RolloutCollector, policy_from_worker_env
+from isaaclab_rnn_ppo.utils.signals import EXIT_CODES
 
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -144,7 +146,10 @@ def make_ray_collector(
             os.environ.setdefault(name, value)
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # modules are found as here, and by spawn
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        handlers = {signum: signal.getsignal(signum) for signum in EXIT_CODES}
         ray.init(**quiet, runtime_env={"env_vars": paths})
+        for signum, handler in handlers.items():  # Ray takes SIGTERM for itself, and dies of it without a word to us
+            signal.signal(signum, handler)
     try:
         num_workers, resources = len(env_kwargs), ray.cluster_resources()
         cuda = torch.device(device).type == "cuda"
