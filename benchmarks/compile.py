@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES, compile_seconds
-from learner_phase import Ours, environment, interleaved, synthetic_rollout
+from learner_phase import Ours, interleaved, synthetic_rollout
+from machine import environment
 from torch.profiler import ProfilerActivity, profile
 
 

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from learner_phase import ACT, OBS, Plain, environment, interleaved, plain_batch, synthetic_rollout
+from learner_phase import ACT, OBS, Plain, interleaved, plain_batch, synthetic_rollout
+from machine import environment
 from peers import CONTESTANTS, PACKAGES, count_lstm_steps, make_window, random_ends
 
 matplotlib.use("Agg")

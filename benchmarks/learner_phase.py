@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -34,6 +31,7 @@ from isaaclab_rnn_ppo.utils.losses import make_loss
 from isaaclab_rnn_ppo.utils.models import make_models
 from isaaclab_rnn_ppo.utils.schedules import make_optimizer
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES, accelerate, make_update, minibatches
+from machine import added_peak_bytes, environment
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
@@ -242,29 +240,7 @@ def peak_memory(name: str, num_envs: int, num_steps: int, hidden: int, device: s
         call()
         return torch.cuda.max_memory_allocated() - before
 
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
-
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
-    call()
-    return status("VmHWM") - before
-
-
-def environment() -> dict:
-    """Hardware and versions that the figures belong to."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpu": cpu or platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "torchrl", "tensordict", "triton")},
-    }
+    return added_peak_bytes(call)
 
 
 def main() -> None:
@@ -299,7 +275,10 @@ def main() -> None:
                 peaks[name] = int(
                     subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
                 )
-            figures = {"peak_bytes": peaks, "ratios": {name: round(p / peaks["plain"], 3) for name, p in peaks.items()}}
+            figures = {
+                "peak_bytes": peaks,
+                "ratios": {name: round(p / max(peaks["plain"], 1), 3) for name, p in peaks.items()},
+            }
         else:
             calls = {name: make_phase(name, **sizes) for name in names}
             for call in calls.values():

@@ -26,6 +26,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
+from machine import added_peak_bytes
 from peers import CONTESTANTS, PACKAGES, Contestant, Ours, TorchRl, make_window, random_ends
 
 matplotlib.use("Agg")
@@ -78,16 +79,9 @@ def peak_bytes(name: str, *, num_envs: int, num_steps: int, hidden: int) -> int:
         contestant.prepare()
         return contestant
 
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
-
     ready(8).learn()
     contestant = ready(num_envs)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
-    contestant.learn()
-    return status("VmHWM") - before
+    return added_peak_bytes(contestant.learn)
 
 
 def draw(results: dict[str, dict[str, float]], path: Path) -> None:

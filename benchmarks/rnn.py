@@ -16,18 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM
+from machine import added_peak_bytes, environment
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
@@ -166,16 +165,12 @@ def peak_memory(name: str, repeats: int, **sizes) -> dict:
         before = torch.cuda.memory_allocated()
         call()
         return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
-    for _ in range(repeats):
-        call()
-    return {"peak_bytes": _status("VmHWM") - before}
 
+    def repeated() -> None:
+        for _ in range(repeats):
+            call()
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+    return {"peak_bytes": added_peak_bytes(repeated)}
 
 
 def compile_seconds(name: str, **sizes) -> dict:
@@ -196,21 +191,6 @@ def compile_seconds(name: str, **sizes) -> dict:
     return {
         "seconds": round(time.perf_counter() - start, 2),
         "cpu_seconds": round(sum(os.times()[:4]) - cpu_start, 2),
-    }
-
-
-def environment() -> dict:
-    """Hardware and versions that the figures belong to."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpu": cpu or platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "torchrl", "tensordict", "triton")},
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

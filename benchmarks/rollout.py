@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from isaaclab_rnn_ppo.utils import make_advantage, make_collector, make_loss, make_update, minibatches, quiet_libraries
+from machine import environment, status_bytes
 from tensor_env import make_local_collector, make_plain_policy, make_random_env, make_test_models, make_test_policy
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.weight_update import MultiProcessWeightSyncScheme
@@ -115,8 +113,7 @@ def measure_speed(*, envs: int, steps: int, hidden: int, rounds: int) -> dict:
 
 
 def peak_mib(pid: int | str) -> float:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 1024
+    return status_bytes("VmHWM", pid) / 2**20
 
 
 def measure_large(*, envs: int, steps: int, hidden: int, rounds: int) -> dict:
@@ -173,22 +170,10 @@ def main() -> None:
     measure, envs = defaults[args.what]
     sizes = {"envs": args.envs or envs, "steps": args.steps, "hidden": args.hidden, "rounds": args.rounds}
     result = {"what": args.what, "boundary_slots": SLOTS, **sizes, **measure(**sizes)}
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
-    environment = {
-        "cpu": cpu or platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": args.threads,
-        "load_average_1min": os.getloadavg()[0],
-        **{package: version(package) for package in ("torch", "torchrl", "tensordict")},
-        "date": time.strftime("%Y-%m-%d"),
-    }
     print(json.dumps(result, indent=1))
     if args.output:
         args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps({"environment": environment, "results": [result]}, indent=1) + "\n")
+        args.output.write_text(json.dumps({"environment": environment(), "results": [result]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

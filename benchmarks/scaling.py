@@ -21,14 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -50,6 +48,7 @@ from isaaclab_rnn_ppo.utils import (
     seed_of_rank,
     update,
 )
+from machine import environment
 
 PHASES = ("collect", "transfer", "learn", "all_reduce", "wait")
 BYTES = [2**exponent for exponent in range(10, 25, 2)]
@@ -186,17 +185,6 @@ def launch(ranks: int, envs: int, options: argparse.Namespace, folder: Path) -> 
 def run(options: argparse.Namespace) -> None:
     folder = options.output.parent
     folder.mkdir(exist_ok=True)
-    cpu = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    environment = {
-        "cpu": cpu[0] if cpu else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads_a_process": options.threads,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **{package: version(package) for package in ("torch", "torchrl", "tensordict", "isaaclab")},
-        "date": time.strftime("%Y-%m-%d"),
-    }
     results, base = [], None
     for ranks in options.ranks:
         for kind, envs in (("weak", options.envs), ("strong", options.envs // ranks)):
@@ -209,7 +197,16 @@ def run(options: argparse.Namespace) -> None:
             own = {"speedup": speedup, "efficiency": speedup / ranks, "load_average_1min": os.getloadavg()[0]}
             results.append({"scaling": kind, **result, **own})
             print(json.dumps(results[-1], indent=1), flush=True)
-            options.output.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+            options.output.write_text(
+                json.dumps(
+                    {
+                        "environment": {"threads_a_process": options.threads, **environment("isaaclab")},
+                        "results": results,
+                    },
+                    indent=1,
+                )
+                + "\n"
+            )
 
 
 def predicted_seconds(

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import matplotlib
 from isaaclab_rnn_ppo.utils import resolve_asset_root
-from learner_phase import environment
+from machine import environment
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
