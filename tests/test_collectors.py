@@ -281,7 +281,7 @@ def log_prob_error(batch: TensorDict, models) -> float:
 
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra `ray` is not installed")
-BACKENDS = ["multiprocess", pytest.param("ray", marks=needs_ray)]
+BACKENDS = ["multiprocess", pytest.param("ray", marks=[needs_ray, pytest.mark.slow])]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -506,6 +506,7 @@ def make_env_that_refuses(num_envs: int, seed: int):
     raise ValueError("--task Nothing: there is none.")
 
 
+@pytest.mark.slow
 @needs_ray
 def test_what_the_env_refuses_comes_back_from_ray_as_it_was():
     import ray
@@ -528,6 +529,7 @@ def make_env_that_dies(num_envs: int, seed: int):
     return env
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_dead_worker_of_ray_is_started_again():
     import ray
@@ -551,6 +553,7 @@ def test_a_dead_worker_of_ray_is_started_again():
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 @needs_ray
 def test_ray_leaves_signals_to_the_learner():
     collector = None

@@ -16,9 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import ray
 import torch
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.collectors.distributed import RayCollector
@@ -27,11 +25,13 @@ from isaaclab_rnn_ppo.utils.collectors import SHUTDOWN_TIMEOUT_S, WorkerFault
 from isaaclab_rnn_ppo.utils.rollout import RolloutCollector, policy_from_worker_env
 from isaaclab_rnn_ppo.utils.signals import EXIT_CODES
 
-RAY_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # `uv run` would make Ray build an environment for the workers anew; they take the one that is installed.
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# `uv run` would make Ray build an environment for the workers anew; they take the one that is installed. Ray reads it
+# when it is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 
 class RolloutsFromRay(RayCollector):
@@ -142,8 +142,6 @@ def make_ray_collector(
     """
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        for name, value in RAY_SETTINGS.items():
-            os.environ.setdefault(name, value)
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # modules are found as here, and by spawn
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         handlers = {signum: signal.getsignal(signum) for signum in EXIT_CODES}
