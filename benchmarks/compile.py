@@ -41,6 +41,7 @@ def make_update_call(
     backend = "pad" if "pad" in extras else args.backend
     ours = Ours(
         args.hidden,
+        num_steps=args.steps,
         compile_mode=None if mode == "eager" else mode,
         backend=backend,
         fullgraph=backend != "pad",

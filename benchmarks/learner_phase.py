@@ -29,6 +29,7 @@ import torch
 from isaaclab_rnn_ppo.utils.advantages import make_advantage
 from isaaclab_rnn_ppo.utils.losses import make_loss
 from isaaclab_rnn_ppo.utils.models import make_models
+from isaaclab_rnn_ppo.utils.rnn_unroll import unrolling_pays
 from isaaclab_rnn_ppo.utils.schedules import make_optimizer
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES, accelerate, make_update, minibatches
 from machine import added_peak_bytes, environment
@@ -77,16 +78,29 @@ def synthetic_rollout(
 
 
 class Ours:
-    """Advantages and update as train.py wires them."""
+    """Advantages and update as train.py wires them, with the recurrent backend that it chooses."""
 
-    def __init__(self, hidden: int, *, compile_mode: str | None = None, device: str = "cpu", **acceleration):
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        num_steps: int,
+        compile_mode: str | None = None,
+        backend: str = "auto",
+        device: str = "cpu",
+        **acceleration,
+    ):
         torch.manual_seed(0)
+        if backend == "auto" and unrolling_pays(
+            compile_mode=compile_mode, device=device, cell="lstm", num_steps=num_steps
+        ):
+            backend = "unroll"
         models = make_models(
             observation_spec=Composite(policy=Unbounded((1, OBS)), shape=[1]),
             action_spec=Unbounded((1, ACT)),
             hidden_size=hidden,
             embedding=(hidden,),
-            rnn_backend=acceleration.pop("backend", "auto"),
+            rnn_backend=backend,
             device=device,
         )
         loss_module = make_loss(actor=models.actor, value_head=models.value_head, entropy_coeff=ENTROPY)
@@ -186,7 +200,7 @@ def make_phase(name: str, num_envs: int, num_steps: int, hidden: int, device: st
     if name == "plain":
         plain, tensors = Plain(hidden).to(device), plain_batch(batch)
         return lambda: plain.phase(tensors)
-    ours = Ours(hidden, compile_mode=None if name == "eager" else name, device=device)
+    ours = Ours(hidden, num_steps=num_steps, compile_mode=None if name == "eager" else name, device=device)
     return lambda: ours.phase(batch)
 
 

@@ -359,7 +359,9 @@ def train(args: argparse.Namespace) -> None:
             collector = RestartingCollector(
                 partial(
                     make_collector,
-                    create_env_fn=partial(create_env_fn, overrides=args.env_overrides),
+                    create_env_fn=partial(
+                        create_env_fn, overrides=args.env_overrides, stagger_episodes=args.stagger_episodes
+                    ),
                     make_policy=partial(make_worker_policy, model_factory(args)),
                     num_envs=args.num_envs,
                     rollout_steps=args.rollout_steps,

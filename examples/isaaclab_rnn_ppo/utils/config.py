@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from isaaclab_rnn_ppo.utils.models import ACTIVATIONS, DISTRIBUTIONS
 from isaaclab_rnn_ppo.utils.ranks import torchrun_variable
 from isaaclab_rnn_ppo.utils.rnn import BACKENDS, resolve_backend
+from isaaclab_rnn_ppo.utils.rnn_unroll import unrolling_pays
 from isaaclab_rnn_ppo.utils.schedules import LR_SCHEDULES
 from isaaclab_rnn_ppo.utils.update import COMPILE_MODES
 
@@ -108,6 +109,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "max_worker_restarts": _at_least(0, int, "times that a collector which died or hangs is started again"),
         "worker_timeout": _positive(float, "seconds without an answer after which a collector counts as dead"),
+        "stagger_episodes": Flag(
+            bool, "start the first episodes at random points of their time limit, so that time-outs do not fall together"
+        ),
         "boundary_slots": _positive(
             int, "final observations kept for an environment in a rollout: its end, and truncations inside"
         ),
@@ -419,7 +423,14 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
         parser.error("--rnn-recompute: --rnn-backend pad keeps what torch's own kernels keep; use scan.")
     if args.rnn_backend == "unroll" and (args.rnn != "lstm" or args.rnn_recompute or args.amp == "bf16"):
         parser.error("--rnn-backend unroll: is for --rnn lstm in float32, without --rnn-recompute; use scan.")
-    if args.rnn_backend == "auto" and _unrolling_pays(args):
+    if args.rnn_backend == "auto" and unrolling_pays(
+        compile_mode=args.compile,
+        device=args.device,
+        cell=args.rnn,
+        num_steps=args.rollout_steps,
+        recompute=args.rnn_recompute,
+        amp=args.amp == "bf16",
+    ):
         args.rnn_backend = "unroll"
     try:
         args.rnn_backend = resolve_backend(args.rnn_backend, torch.device(args.device))
@@ -427,18 +438,6 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
         parser.error(str(error))
     if args.resume not in (None, "auto") and not Path(args.resume).exists():
         parser.error(f"--resume {args.resume}: no such file or folder.")
-
-
-def _unrolling_pays(args: argparse.Namespace) -> bool:
-    """Whether a long compilation buys a faster loop over time than `scan`: see knowledge_base/COMPILE.md."""
-    return (
-        args.compile == "max-autotune"
-        and args.device == "cpu"
-        and args.rnn == "lstm"
-        and not args.rnn_recompute
-        and args.amp != "bf16"
-        and args.rollout_steps <= 32
-    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

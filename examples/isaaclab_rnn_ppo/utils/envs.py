@@ -53,6 +53,7 @@ def make_env(
     overrides: Sequence[str] = (),
     asset_root: str | None = None,
     configure: Callable[[Any], None] | None = None,
+    stagger_episodes: bool = False,
 ) -> EnvBase:
     """Launch Isaac Lab in this process, headless, and wrap `task` for a recurrent PPO.
 
@@ -80,6 +81,8 @@ def make_env(
         asset_root: folder or URL from :func:`~isaaclab_rnn_ppo.utils.assets.resolve_asset_root`, or None to
             leave the choice to Isaac Lab. It must be set before the first import of Isaac Lab.
         configure: called with the task's configuration before the launch, to add a sensor for example.
+        stagger_episodes: let every ``reset`` of all envs start each episode at a random point of its time limit, so
+            that time-outs do not fall together.
 
     Raises:
         ValueError: the user's input is wrong; before the simulator is launched (:func:`resolve_task`).
@@ -97,7 +100,9 @@ def make_env(
         if configure is not None:
             configure(cfg)
         try:
-            return _launch(task, cfg)
+            env = _launch(task, cfg)
+            env.base_env.stagger_episodes = stagger_episodes
+            return env
         except Exception as error:
             hint = ""
             if isinstance(error, FileNotFoundError):
@@ -195,8 +200,10 @@ class IsaacEnv(IsaacLabWrapper):
             before it stands in its place: a bootstrap there is an approximation.
         log_names: names of the columns of ``("next", "log")``: Isaac Lab's own, as of the first reset.
         simulation: what ``close`` closes: the env and the simulator.
+        stagger_episodes: see :func:`make_env`.
     """
 
+    stagger_episodes = False
     log_names: list[str]
     simulation: contextlib.ExitStack
 
@@ -239,6 +246,13 @@ class IsaacEnv(IsaacLabWrapper):
     def read_obs(self, observations: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The groups that are used, float32 and flat: a group of terms is concatenated in the task's order."""
         return super().read_obs({group: _flat(observations[group]) for group in self._groups})
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        out = super()._reset(tensordict, **kwargs)
+        if self.stagger_episodes:
+            isaac = self._env.unwrapped
+            isaac.episode_length_buf = torch.randint_like(isaac.episode_length_buf, self.max_episode_length)
+        return out
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         out = super()._step(tensordict)

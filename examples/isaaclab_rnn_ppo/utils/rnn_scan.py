@@ -20,7 +20,7 @@ from torch import Tensor
 
 # Rows (steps x envs) that one hoisted product or factor computation covers: enough for an efficient product,
 # few enough that the result is still in cache when the steps use it.
-_CHUNK_ROWS = 512
+_CHUNK_ROWS = 2048
 _INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -82,11 +82,21 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 # --------------------------------------------------------------------------------------------------------------- LSTM
 
 
+def _tanh_rows(rows: Tensor) -> Tensor:
+    """Weights or bias [4H, *] of nn.LSTM for gates in the order i, f, o, g, all of which a `tanh` activates."""
+    hidden = len(rows) // 4
+    out = torch.empty_like(rows)
+    torch.mul(rows[: 2 * hidden], 0.5, out=out[: 2 * hidden])
+    torch.mul(rows[3 * hidden :], 0.5, out=out[2 * hidden : 3 * hidden])
+    out[3 * hidden :] = rows[2 * hidden : 3 * hidden]
+    return out
+
+
 def _gate_views(block: Tensor) -> list[tuple[Tensor, ...]]:
-    """Per-step views of gates [steps, N, 4H]: all, i and f together, i, f, g, o."""
+    """Per-step views of gates [steps, N, 4H]: all, those of a sigmoid, i, f, o, g."""
     hidden = block.shape[-1] // 4
     gates = block.unflatten(-1, (4, hidden))
-    return [part.unbind(0) for part in (block, block[..., : 2 * hidden], *gates.unbind(-2))]
+    return [part.unbind(0) for part in (block, block[..., : 3 * hidden], *gates.unbind(-2))]
 
 
 @torch.library.custom_op("isaaclab_rnn_ppo::lstm_scan", mutates_args=())
@@ -102,13 +112,12 @@ def _lstm_scan(
     save: bool,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs [T, N, H], c_n, and for the backward the gates [T, N, 4H] and the cells entering each step [T, N, H]."""
+    """Outputs [T, N, H], c_n; for the backward gates i, f, o, g [T, N, 4H] and cells entering each step [T, N, H]."""
     with torch.autocast(x.device.type, enabled=False), torch.no_grad():
         steps, envs, hidden = *reset.shape, w_hh.shape[1]
         mixed = x.dtype != c0.dtype
         resets, keep_h, keep_c = _resets_any(reset), _keep_bits(reset, x.dtype), _keep_bits(reset, c0.dtype)
-        scale = _sigmoid_scale(w_ih, hidden, tanh_gate=2)
-        w_ih, w_hh, bias = (w_ih * scale).t(), (w_hh * scale).t(), (b_ih + b_hh) * scale.squeeze(1)
+        w_ih, w_hh, bias = _tanh_rows(w_ih).t(), _tanh_rows(w_hh).t(), _tanh_rows(b_ih + b_hh)
         half = c0.new_full((1,), 0.5)
 
         chunks = _chunks(steps, envs)
@@ -133,13 +142,12 @@ def _lstm_scan(
                 views = _gate_views(block)
             else:
                 views = [view * (stop - start) for view in _gate_views(work.unsqueeze(0))]
-            for t, pre, act, i_f, i, f, g, o in zip(range(start, stop), block.unbind(0), *views, strict=True):
+            for t, pre, act, sigmoids, i, f, o, g in zip(range(start, stop), block.unbind(0), *views, strict=True):
                 pre.addmm_(h, w_hh)
                 if mixed:
                     act.copy_(pre)
                 act.tanh_()
-                torch.add(half, i_f, alpha=0.5, out=i_f)
-                torch.add(half, o, alpha=0.5, out=o)
+                torch.add(half, sigmoids, alpha=0.5, out=sigmoids)
                 if mixed and keep_gates:
                     pre.copy_(act)
                 last = t == steps - 1
@@ -200,13 +208,11 @@ def _lstm_scan_backward(
         for start, stop in reversed(_chunks(steps, envs)):
             c_in, h_in = cells[start:stop], _entering(y, h0, keep_h, start, stop)
             if gates.numel():
-                block = gates[start:stop].to(cells.dtype)
+                i, f, o, g = gates[start:stop].to(cells.dtype).unflatten(-1, (4, hidden)).unbind(-2)
             else:
                 block = (x[start:stop] @ w_ih.t()).add_(h_in @ w_hh.t()).add_(b_ih + b_hh).to(cells.dtype)
-                block[..., : 2 * hidden].sigmoid_()
-                block[..., 2 * hidden : 3 * hidden].tanh_()
-                block[..., 3 * hidden :].sigmoid_()
-            i, f, g, o = block.unflatten(-1, (4, hidden)).unbind(-2)
+                i, f, g, o = block.unflatten(-1, (4, hidden)).unbind(-2)
+                g.tanh_(), i.sigmoid_(), f.sigmoid_(), o.sigmoid_()
             tanh_c = torch.mul(i, g).addcmul_(f, c_in).tanh_()
             # Factors of the four gates' pre-activation gradients; o's multiplies dh, the others' dc.
             grads = new(stop - start, envs, 4, hidden)

@@ -77,3 +77,11 @@ def unrolled_lstm_layer(
     """One layer over a window; arguments and results as `rnn_scan.scan_layer`'s, for an LSTM in one dtype."""
     y, c = UnrolledLSTM.apply(x, *state, reset, *weights)
     return y, (y[-1], c)
+
+
+def unrolling_pays(
+    *, compile_mode: str | None, device: str, cell: str, num_steps: int, recompute: bool = False, amp: bool = False
+) -> bool:
+    """Whether a long compilation buys a faster loop over time than `scan`: see knowledge_base/COMPILE.md."""
+    fits = cell == "lstm" and not recompute and not amp
+    return fits and compile_mode == "max-autotune" and device == "cpu" and num_steps <= 32
