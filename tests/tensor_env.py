@@ -122,10 +122,12 @@ def make_random_env(
     return with_transforms(TableEnv(roots, finals, ends, rewards, **kwargs))
 
 
-def make_task_env(task: str, *, num_envs: int, device: str, asset_root: str, seed: int, overrides=()) -> TransformedEnv:
+def make_task_env(
+    task: str, *, num_envs: int, device: str, asset_root: str, seed: int, overrides=(), stagger_episodes: bool = False
+) -> TransformedEnv:
     """In place of ``make_env`` in ``train.py``; tokens ``env.KEY=NUMBER`` are options of ``make_random_env``.
 
-    ``env.nan_from=K`` makes every reward NaN from step K on.
+    ``env.nan_from=K`` makes every reward NaN from step K on. There is no time limit to stagger.
     """
     options = {key.removeprefix("env."): float(value) for key, value in (token.split("=") for token in overrides)}
     nan_from = int(options.pop("nan_from", 400))

@@ -27,6 +27,13 @@ RUNS = {
     "Critic-Cartpole-Direct": {"steps": 130, "num_envs": 32, "overrides": SHORT},
     "Isaac-Ant": {"steps": 40, "num_envs": 8, "overrides": ["env.episode_length_s=0.5"]},
     "Isaac-Ant-Direct": {"steps": 40, "num_envs": 8, "overrides": ["env.episode_length_s=0.5"]},
+    "staggered": {
+        "task": "Isaac-Cartpole",
+        "steps": 121,
+        "num_envs": 32,
+        "overrides": SHORT,
+        "stagger_episodes": True,
+    },
     # The first run again, its observation as a group of terms, and no final observations.
     "terms": {
         "task": "Isaac-Cartpole",
@@ -39,7 +46,7 @@ RUNS = {
         ],
     },
 }
-SIMULATED = pytest.mark.parametrize("name", [name for name in RUNS if name != "terms"])
+SIMULATED = pytest.mark.parametrize("name", [name for name in RUNS if name not in ("terms", "staggered")])
 
 
 @functools.cache
@@ -124,6 +131,18 @@ def _register_critic_task() -> None:
     gymnasium.register(
         "Critic-Cartpole-Direct", entry_point=Env, disable_env_checker=True, kwargs={"env_cfg_entry_point": Cfg}
     )
+
+
+@pytest.mark.isaac
+def test_staggered_episodes_time_out_at_different_steps_and_then_last_their_time():
+    data = _run("staggered").data[:, 1::2]  # those that are not pushed
+    assert data["is_init"][0].all()
+    truncated = data["next", "truncated"].squeeze(-1)
+    assert (truncated.sum(0) == 1).all()
+    first = truncated.int().argmax(0)
+    assert len(first.unique()) > 8 and first.max() < 120
+    together = _run("Isaac-Cartpole").data[:, 1::2]["next", "truncated"].squeeze(-1)
+    assert (together.int().argmax(0) == 119).all()
 
 
 @pytest.mark.isaac

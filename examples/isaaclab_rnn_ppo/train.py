@@ -336,6 +336,8 @@ def save_or_warn(run_dir: Path, state: dict[str, Any], keep: int) -> None:
 
 def train(args: argparse.Namespace) -> None:
     quiet_libraries()
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
     seed_everything(args.seed)
     rank_seed = seed_of_rank(args.seed)
     with user_errors():

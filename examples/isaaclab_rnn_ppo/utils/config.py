@@ -77,6 +77,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "device": Flag(
             str, "auto, cpu, cuda or cuda:N, for simulation and learning; under torchrun auto and cuda are a GPU a rank"
         ),
+        "num_threads": _positive(
+            int, "CPU threads of torch in the learner and in each collector (null: OMP_NUM_THREADS, or all cores)"
+        ),
         "seed": Flag(
             int,
             "seed of torch, numpy, python and the environments",
@@ -110,7 +113,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "max_worker_restarts": _at_least(0, int, "times that a collector which died or hangs is started again"),
         "worker_timeout": _positive(float, "seconds without an answer after which a collector counts as dead"),
         "stagger_episodes": Flag(
-            bool, "start the first episodes at random points of their time limit, so that time-outs do not fall together"
+            bool,
+            "start the first episodes at random points of their time limit, so that time-outs do not fall together",
         ),
         "boundary_slots": _positive(
             int, "final observations kept for an environment in a rollout: its end, and truncations inside"
