@@ -5,11 +5,13 @@ All of them start many processes: ``pytest -m slow tests/test_torchrun.py``.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,11 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def torchrun(
-    folder: Path, *argv: str, script: Path = SCRIPT, options: tuple[str, ...] = ()
+    folder: Path,
+    *argv: str,
+    script: Path = SCRIPT,
+    options: tuple[str, ...] = (),
+    ranks: tuple[str, ...] = ("--standalone", "--nproc-per-node=2"),
 ) -> Iterator[subprocess.Popen]:
     """Two ranks; what they print goes to ``folder/output``."""
     folder.mkdir(exist_ok=True)
@@ -30,8 +36,7 @@ def torchrun(
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
+        *ranks,
         *options,
         str(script),
     ]
@@ -66,10 +71,14 @@ def wait_for(folder: Path, job: subprocess.Popen, text: str) -> None:
         time.sleep(0.05)
 
 
-def pid_of(rank: int, job: subprocess.Popen) -> int:
-    """A child of torchrun, by its environment."""
+def pids_of(rank: int, job: subprocess.Popen) -> list[int]:
+    """Children of torchrun, by their environment."""
     children = [int(child) for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-    (found,) = [c for c in children if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
+    return [c for c in children if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
+
+
+def pid_of(rank: int, job: subprocess.Popen) -> int:
+    (found,) = pids_of(rank, job)
     return found
 
 
@@ -89,6 +98,25 @@ def test_a_killed_rank_ends_all_and_the_restart_resumes(tmp_path):
     assert "failed (exitcode: -9) local_rank: 1" in text
     assert "rank 0: train.py: error: another rank is gone" in text
     assert text.count(f"run folder: {run_dir(tmp_path)}") == 2
+    assert [row["iteration"] for row in rows(run_dir(tmp_path))] == [str(k) for k in range(1, 61)]
+
+
+def test_a_killed_rank_of_two_nodes_restarts_and_resumes_both(tmp_path, monkeypatch):
+    """A node is a ``torchrun`` of its own, with a rank each, and the environment that ``task.sh`` gives it."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        head = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    ranks = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=7", head)
+    argv = ["--iterations", "60", "--checkpoint-interval", "1", "env.delay_s=0.01"]
+    start = partial(torchrun, tmp_path, *argv, options=("--max-restarts=3",), ranks=ranks)
+    with start() as one, start() as other:
+        wait_for(tmp_path, one, "iteration 3/")
+        (killed,) = [pid for job in (one, other) for pid in pids_of(1, job)]
+        os.kill(killed, signal.SIGKILL)
+        for job in (one, other):
+            assert job.wait(timeout=200) == 0, output(tmp_path)[-4000:]
+    assert output(tmp_path).count(f"run folder: {run_dir(tmp_path)}") == 2
     assert [row["iteration"] for row in rows(run_dir(tmp_path))] == [str(k) for k in range(1, 61)]
 
 

@@ -6,7 +6,7 @@
 #   CACHES    folder on the node's own disk for compiled kernels (default: TMPDIR, else /tmp)
 #   SEED      seed of the first task (default: 0)
 #   RANKS     data-parallel ranks that torchrun starts on this node (default: none, and every task is a run of its own)
-#   HEAD      with RANKS: host:port where the nodes meet
+#   HEAD      with RANKS: host:port where the nodes meet; several_nodes.sbatch sets it
 #   RESTARTS  with RANKS: how often torchrun starts all ranks again when one dies (default: 3)
 set -euo pipefail
 
@@ -16,6 +16,8 @@ launch=(-m)
 if [ -n "${RANKS:-}" ]; then
     launch=(-m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node "$RANKS" --rdzv-backend c10d
         --rdzv-endpoint "$HEAD" --rdzv-id "$SLURM_JOB_ID" --max-restarts "${RESTARTS:-3}" -m)
+    # A store for each start of the ranks: in the shared one a restarted rank finds addresses of those that died.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / RANKS))}
 else
     seed=$((seed + SLURM_PROCID))

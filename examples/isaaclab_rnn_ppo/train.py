@@ -70,6 +70,7 @@ from isaaclab_rnn_ppo.utils import (
     resume_from,
     save_checkpoint,
     seed_of_rank,
+    torchrun_variable,
     user_errors,
     versions,
 )
@@ -85,9 +86,10 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def find_resume(args: argparse.Namespace) -> tuple[Path, dict[str, Any]] | None:
+def find_resume(args: argparse.Namespace, *, restarted: bool) -> tuple[Path, dict[str, Any]] | None:
     """Checkpoint to go on from, path and content: ``--resume``'s, or this job's own after a restart of its ranks."""
-    resume = restarted_run(args.resume, log_dir=args.log_dir, task=args.task) or args.resume
+    own = restarted_run(args.resume, log_dir=args.log_dir, task=args.task) if restarted else None
+    resume = own or args.resume
     return resume_from(resume, log_dir=args.log_dir, task=args.task) if resume else None
 
 
@@ -341,7 +343,9 @@ def train(args: argparse.Namespace) -> None:
     seed_everything(args.seed)
     rank_seed = seed_of_rank(args.seed)
     with user_errors():
-        resumed = from_first_rank(partial(find_resume, args))
+        # A node's torchrun counts only the restarts that its own ranks caused, so rank 0's may know of none.
+        restarted = any(gather_on_first_rank(torchrun_variable("TORCHELASTIC_RESTART_COUNT")))
+        resumed = from_first_rank(partial(find_resume, args, restarted=restarted))
         path, checkpoint = resumed or (None, None)
         if checkpoint:
             check_settings(checkpoint, vars(args))

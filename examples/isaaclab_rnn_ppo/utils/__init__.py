@@ -46,6 +46,7 @@ from isaaclab_rnn_ppo.utils.ranks import (
     require_agreement,
     seed_of_rank,
     sum_over_ranks,
+    torchrun_variable,
 )
 from isaaclab_rnn_ppo.utils.restore import check_output
 from isaaclab_rnn_ppo.utils.rnn import GRU, LSTM, resolve_backend, rnn_forward
@@ -123,6 +124,7 @@ __all__ = [
     "seed_of_rank",
     "set_learning_rate",
     "sum_over_ranks",
+    "torchrun_variable",
     "user_errors",
     "value_loss",
     "versions",

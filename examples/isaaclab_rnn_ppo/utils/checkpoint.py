@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrl.checkpoint import GlobalRNGState
 
-from isaaclab_rnn_ppo.utils.ranks import job_name, torchrun_variable
+from isaaclab_rnn_ppo.utils.ranks import job_name
 
 CHECKPOINT_DIR = "checkpoints"
 JOB_NAME = "torchrun_job"
@@ -173,13 +173,11 @@ def mark_run(run_dir: Path) -> None:
 
 
 def restarted_run(resume: str | None, *, log_dir: str | Path, task: str) -> str | None:
-    """The run folder of this very job, if ``torchrun`` has restarted its ranks and there is a checkpoint.
+    """The run folder of this very job, after ``torchrun`` has restarted its ranks; None without a checkpoint.
 
     Args:
         resume: what the job was told to continue, or None; it may lie outside ``log_dir``.
     """
-    if torchrun_variable("TORCHELASTIC_RESTART_COUNT") == 0:
-        return None
     runs = sorted((Path(log_dir) / task).glob("*"))
     if resume is not None:
         runs += [Path(resume), Path(resume).parent.parent]
