@@ -51,7 +51,8 @@ def rows(run_dir: Path) -> list[dict[str, str]]:
 
 @pytest.mark.isaac
 def test_train_and_resume(tmp_path):
-    settings = ["--task", "Isaac-Cartpole", "--num-envs", "32", "--device", "cpu", "--log-dir", str(tmp_path)]
+    settings = ["--task", "Isaac-Cartpole", "--num-envs", "32", "--no-stagger-episodes", "--device", "cpu"]
+    settings += ["--log-dir", str(tmp_path)]
     first = train(*settings, "--iterations", "3", "env.episode_length_s=0.5")
     (run_dir,) = (tmp_path / "Isaac-Cartpole").iterdir()
     assert (run_dir / "config.yaml").is_file()
