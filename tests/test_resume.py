@@ -38,6 +38,10 @@ def rows(run_dir: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if k not in TIMINGS} for row in csv.DictReader(file)]
 
 
+# The preset's entropy bonus falls over the run, whose length a half does not know.
+NO_SCHEDULE = ("--entropy-coeff-final", "0.005")
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     assert rows(one) == rows(other)
     states = [load_checkpoint(checkpoints(run_dir)[-1]) for run_dir in (one, other)]
@@ -81,7 +85,7 @@ def test_random_numbers_of_other_devices_are_left_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_collectors", ["1", "2"])
 def test_a_run_and_its_two_halves_are_the_same(tmp_path, num_collectors):
-    settings = ["--num-collectors", num_collectors]
+    settings = [*NO_SCHEDULE, "--num-collectors", num_collectors]
     whole, _ = train(tmp_path / "whole", *settings, "--iterations", "8")
     train(tmp_path / "halves", *settings, "--iterations", "4")
     halves, second = train(tmp_path / "halves", *settings, "--iterations", "8", "--resume", "auto")
@@ -116,7 +120,7 @@ def test_a_run_of_nothing_but_nan_stops_saves_and_says_why(tmp_path):
 @pytest.mark.isaac
 def test_a_resumed_run_on_isaac_lab_goes_on_without_a_dip(tmp_path):
     """Its physics state is not in a checkpoint: the returns go on within three seeds and their spread."""
-    half, settings = 25, ["--task", "Isaac-Cartpole", "--asset-root", "bundled", "--device", "cpu"]
+    half, settings = 25, ["--task", "Isaac-Cartpole", "--asset-root", "bundled", "--device", "cpu", *NO_SCHEDULE]
 
     def run(name: str, *argv: str) -> list[dict[str, str]]:
         log_dir = tmp_path / name

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from isaaclab_rnn_ppo.utils.checkpoint import checkpoints, load_checkpoint
 from test_faults import assert_gone, descendants
-from test_resume import SCRIPT, SETTINGS, TRAIN, assert_same_run, rows
+from test_resume import NO_SCHEDULE, SCRIPT, SETTINGS, TRAIN, assert_same_run, rows
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_a_resumed_run_of_two_ranks_is_the_one_that_was_never_interrupted(tmp_pa
     for name, *lengths in (("whole", "8"), ("halves", "4", "8")):
         for length in lengths:
             resume = ["--resume", str(run_dir(tmp_path / name))] if length != lengths[0] else []
-            with torchrun(tmp_path / name, "--iterations", length, *resume) as job:
+            with torchrun(tmp_path / name, "--iterations", length, *NO_SCHEDULE, *resume) as job:
                 assert job.wait(timeout=200) == 0, output(tmp_path / name)[-4000:]
     assert_same_run(run_dir(tmp_path / "whole"), run_dir(tmp_path / "halves"))
 
