@@ -366,7 +366,10 @@ def train(args: argparse.Namespace) -> None:
                 partial(
                     make_collector,
                     create_env_fn=partial(
-                        create_env_fn, overrides=args.env_overrides, stagger_episodes=args.stagger_episodes
+                        create_env_fn,
+                        overrides=args.env_overrides,
+                        # Not after a resume: their short episodes would show as a dip of the returns.
+                        stagger_episodes=args.stagger_episodes and checkpoint is None,
                     ),
                     make_policy=partial(make_worker_policy, model_factory(args)),
                     num_envs=args.num_envs,
