@@ -24,7 +24,7 @@ TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 def lint(tool: str, *args: str, text: str | None = None) -> None:
     found = shutil.which(tool, path=TOOLS)
     if found is None:
-        pytest.skip(f"{tool} is not installed")
+        pytest.fail(f"{tool} is not installed: it is in the dev group")
     done = subprocess.run([found, *args], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

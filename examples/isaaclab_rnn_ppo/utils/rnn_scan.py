@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Rows (steps x envs) that one hoisted product or factor computation covers: enough for an efficient product,
-# few enough that the result is still in cache when the steps use it.
+# few enough that what it needs besides stays small.
 _CHUNK_ROWS = 2048
 _INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
