@@ -12,14 +12,14 @@ from torch import nn
 KLS = [0.03, 0.004, 0.01, 0.02, 0.005, 0.0, 0.0049, 0.021, *[0.001] * 14, *[0.5] * 22, 0.001]
 
 
-def published_rule(lr: float, kls: list[float], desired: float) -> list[float]:
+def published_rule(lr: float, kls: list[float], desired: float, highest: float = 1e-2) -> list[float]:
     """rsl_rl's: max(1e-5, lr / 1.5) above 2 x desired, min(1e-2, lr * 1.5) below desired / 2 unless the KL is 0."""
     path = []
     for kl in kls:
         if kl > desired * 2.0:
             lr = max(1e-5, lr / 1.5)
         elif 0.0 < kl < desired / 2.0:
-            lr = min(1e-2, lr * 1.5)
+            lr = min(highest, lr * 1.5)
         path.append(lr)
     return path
 
@@ -48,6 +48,17 @@ def test_linear():
 def test_the_published_rule_touches_both_bounds_on_this_sequence():
     path = published_rule(1e-3, KLS, 0.01)
     assert max(path) == 1e-2 and min(path) == 1e-5 and path[2] == path[1] == path[3] == path[4] == path[5]
+
+
+def test_adaptive_stays_within_its_bounds():
+    optimizer = make_optimizer([nn.Parameter(torch.ones(1))], 1e-3)
+    adapt = AdaptiveLR(optimizer, desired_kl=0.01, bounds=(1e-5, 3e-3))
+    path = []
+    for kl in KLS:
+        adapt(torch.tensor(kl))
+        path.append(float(optimizer.param_groups[0]["lr"]))
+    assert path == pytest.approx(published_rule(1e-3, KLS, 0.01, highest=3e-3), rel=1e-6)
+    assert max(path) == pytest.approx(3e-3, rel=1e-6)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "compiled and replayed"])

@@ -171,7 +171,9 @@ def make_objectives(models: Models, args: argparse.Namespace) -> list[Objective]
         loss_module=loss,
         optimizer=optimizer,
         clip_grad_norm=args.clip_grad_norm,
-        adapt_lr=AdaptiveLR(optimizer, desired_kl=args.desired_kl) if args.lr_schedule == "adaptive" else None,
+        adapt_lr=AdaptiveLR(optimizer, desired_kl=args.desired_kl, bounds=(1e-5, args.max_learning_rate))
+        if args.lr_schedule == "adaptive"
+        else None,
         compile_mode=args.compile,
         **update_options,
     )

@@ -175,9 +175,10 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "lr_schedule": Flag(
             str,
             "constant; linear to 0 over the run; adaptive: before each step / 1.5 above twice --desired-kl and x 1.5 "
-            "below half of it, within 1e-5 and 1e-2",
+            "below half of it, within 1e-5 and --max-learning-rate",
             choices=LR_SCHEDULES,
         ),
+        "max_learning_rate": _positive(float, "highest rate of the adaptive schedule"),
         "desired_kl": _positive(float, "KL that the adaptive schedule keeps, by Schulman's k3 estimator"),
         "target_kl": _positive(float, "mean KL of an epoch above which an iteration's remaining epochs are left out"),
         "num_epochs": _positive(int, "passes over a batch"),
@@ -422,6 +423,16 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
         parser.error(
             f"--freeze-normalizer-after {args.freeze_normalizer_after}: nothing is normalised; add --normalize-obs "
             "or --normalize-value."
+        )
+    if args.lr_schedule == "adaptive" and args.max_learning_rate < args.learning_rate:
+        parser.error(
+            f"--max-learning-rate {args.max_learning_rate}: must be at least the rate that the adaptive schedule "
+            f"starts with (--learning-rate {args.learning_rate})."
+        )
+    if "max_learning_rate" in typed and args.lr_schedule != "adaptive":
+        parser.error(
+            f"--max-learning-rate {args.max_learning_rate}: --lr-schedule {args.lr_schedule} has no bound; it is the "
+            "adaptive schedule's."
         )
     if args.rnn_backend == "pad" and args.rnn_recompute:
         parser.error("--rnn-recompute: --rnn-backend pad keeps what torch's own kernels keep; use scan.")
