@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from isaaclab_rnn_ppo.utils.checkpoint import (
+    RESUME_ENTRIES,
     checkpoint_path,
     checkpoints,
     checksum,
@@ -16,7 +17,11 @@ from isaaclab_rnn_ppo.utils.checkpoint import (
     save_checkpoint,
 )
 
-STATE = {"model": {"w": torch.arange(5000.0)}, "iteration": 3, "rng": (1, [2.5, "x"], torch.tensor(7))}
+STATE = dict.fromkeys(RESUME_ENTRIES) | {
+    "model": {"w": torch.arange(5000.0)},
+    "iteration": 3,
+    "rng": (1, [2.5, "x"], torch.tensor(7)),
+}
 
 
 def save(run_dir: Path, *iterations: int, **options) -> list[Path]:
@@ -65,6 +70,14 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     with pytest.warns(UserWarning, match="Trying the one before"):
         path, state = resume_from(str(tmp_path), log_dir="", task="")
     assert path.name == "iteration_0000001.pt" and state["iteration"] == 1
+
+
+def test_what_an_older_version_left_out_is_named(tmp_path):
+    path = checkpoint_path(tmp_path, 1)
+    save_checkpoint(path, {name: value for name, value in STATE.items() if name not in ("workers", "rank_rng")})
+    assert load_checkpoint(path)["iteration"] == 3
+    with pytest.raises(ValueError, match="not a checkpoint of this version, it has no workers, rank_rng"):
+        resume_from(str(path), log_dir="", task="")
 
 
 def test_auto_takes_the_latest_run_of_the_task(tmp_path):

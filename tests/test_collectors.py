@@ -522,6 +522,17 @@ def test_what_the_env_refuses_comes_back_from_ray_as_it_was():
     assert not ray.is_initialized()
 
 
+def make_env_that_dies_at_once(num_envs: int, seed: int):
+    os._exit(1)
+
+
+def test_a_worker_that_dies_while_it_starts_is_a_fault_and_no_bug():
+    with pytest.raises(collectors.WorkerFault, match="a worker died while it started"):
+        make_collector(
+            create_env_fn=make_env_that_dies_at_once, make_policy=make_test_policy, num_envs=4, rollout_steps=T
+        )
+
+
 def make_env_that_dies(num_envs: int, seed: int):
     env = make_random_env(num_envs, seed)
     step = env.base_env._step

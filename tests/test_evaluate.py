@@ -253,6 +253,11 @@ def test_training_never_waits_and_the_best_checkpoint_is_the_best_policys(tmp_pa
     resumed = PeriodicEvaluation(FakeEvaluator, interval=2, best_path=best)
     assert resumed.best_return == 5.0, "a resumed run has to beat its own best"
     resumed.close()
+    best.write_bytes(best.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="best.pt: not a readable checkpoint.* The next evaluation replaces it"):
+        resumed = PeriodicEvaluation(FakeEvaluator, interval=2, best_path=best)
+    assert resumed.best_return == -math.inf
+    resumed.close()
 
 
 def test_an_error_of_the_evaluation_reaches_training(tmp_path):

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,8 @@ from isaaclab_rnn_ppo.utils.ranks import job_name
 
 CHECKPOINT_DIR = "checkpoints"
 JOB_NAME = "torchrun_job"
+# What a resumed run reads; optimizers come with the model's entries.
+RESUME_ENTRIES = ("model", "config", "iteration", "frames", "policy_version", "episodes", "rng", "workers", "rank_rng")
 # What decides the shapes and the meaning of the parameters.
 MODEL_SETTINGS = (
     "task",
@@ -116,11 +118,14 @@ def find_checkpoint(path: str | Path, *, flag: str = "--resume") -> Path:
     return found[-1]
 
 
-def load_checkpoint(path: Path, *, flag: str = "--resume") -> dict[str, Any]:
+def load_checkpoint(path: Path, *, entries: Sequence[str] = (), flag: str = "--resume") -> dict[str, Any]:
     """Read a checkpoint file; never runs code from it.
 
+    Args:
+        entries: what it must hold.
+
     Raises:
-        ValueError: not a whole file that this suite wrote.
+        ValueError: not a whole file that this version of the suite wrote.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -130,6 +135,8 @@ def load_checkpoint(path: Path, *, flag: str = "--resume") -> dict[str, Any]:
         raise ValueError(f"{flag} {path}: not a checkpoint of this suite.")
     if state.pop("checksum") != checksum(state):
         raise ValueError(f"{flag} {path}: damaged, its content does not match its checksum.")
+    if missing := [entry for entry in entries if entry not in state]:
+        raise ValueError(f"{flag} {path}: not a checkpoint of this version, it has no {', '.join(missing)}.")
     return state
 
 
@@ -156,11 +163,11 @@ def resume_from(resume: str, *, log_dir: str | Path, task: str) -> tuple[Path, d
         folder = Path(resume)
     else:
         path = find_checkpoint(resume)
-        return path, load_checkpoint(path)
+        return path, load_checkpoint(path, entries=RESUME_ENTRIES)
     newest = find_checkpoint(folder)
     for path in reversed(checkpoints(folder)):
         try:
-            return path, load_checkpoint(path)
+            return path, load_checkpoint(path, entries=RESUME_ENTRIES)
         except ValueError as error:
             warnings.warn(f"{error} Trying the one before.", stacklevel=2)
     raise ValueError(f"--resume {newest.parent}: no checkpoint there is readable.")

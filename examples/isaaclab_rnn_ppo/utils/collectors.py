@@ -138,8 +138,10 @@ class _LearnerSide(MultiCollector):
         try:
             super()._run_processes()
             self.queue_out = _WatchedQueue(self.queue_out, self)
-        except BaseException:  # TorchRL cleans up on Exception only: Ctrl-C would leave workers behind
-            self.shutdown(timeout=2.0, raise_on_error=False)
+        except BaseException as error:  # TorchRL cleans up on Exception only: Ctrl-C would leave workers behind
+            self.shutdown(timeout=FAULT_TIMEOUT_S, raise_on_error=False)
+            if isinstance(error.__cause__, EOFError):  # its pipe closed, and no exception came through it
+                raise WorkerFault("a worker died while it started") from error
             raise
 
     def _recv_and_check(self, pipe: Any, **kwargs) -> Any:

@@ -340,7 +340,10 @@ class PeriodicEvaluation:
         self.video: Path | None = None
         self.best_return = -math.inf
         if best_path.exists():
-            self.best_return = load_checkpoint(best_path)["eval_return"]
+            try:
+                self.best_return = load_checkpoint(best_path, entries=("eval_return",))["eval_return"]
+            except ValueError as error:
+                warnings.warn(f"{error} The next evaluation replaces it.", stacklevel=2)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
         self._make_evaluator = make_evaluator
         self._evaluator: Future[Evaluator] = self._thread.submit(make_evaluator)

@@ -75,10 +75,7 @@ def open_checkpoint(path: Path, *, task: str | None = None) -> dict[str, Any]:
     Raises:
         ValueError: not a whole checkpoint of this suite, or of another task.
     """
-    checkpoint = load_checkpoint(path, flag=_FLAG)
-    missing = [entry for entry in _ENTRIES if entry not in checkpoint]
-    if missing:
-        raise ValueError(f"{_FLAG} {path}: not a checkpoint of this version, it has no {', '.join(missing)}.")
+    checkpoint = load_checkpoint(path, entries=_ENTRIES, flag=_FLAG)
     trained_on = checkpoint["config"]["task"]
     if task is not None and task != trained_on:
         raise ValueError(f"{_FLAG} {path}: a policy of {trained_on}, not of --task {task}.")
