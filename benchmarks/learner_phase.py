@@ -1,16 +1,18 @@
 """The learning phase against the same phase on a plain, shared nn.LSTM.
 
     python benchmarks/learner_phase.py time --envs 64 512 --output benchmarks/results/learner_phase.json
+    python benchmarks/learner_phase.py time --envs 512 --reference eager --contestants bf16
     python benchmarks/learner_phase.py memory --envs 4096
 
 A phase is the advantages of one rollout and 3 epochs of 4 minibatches; observations 60, actions 8, embedding 256,
 H 256, T 32. `plain` is hand-written in torch: one nn.LSTM without resets under the same embedding and heads, a loop for
-the advantages, the same losses, clipping and fused Adam, indices instead of tensordicts. `ours` is what train.py runs.
+the advantages, the same losses, clipping and fused Adam, indices instead of tensordicts. `eager`, `bf16` (--amp bf16)
+and the modes of --compile are what train.py runs.
 
-`time` interleaves the contestants: a round runs plain, a contestant, plain, the next contestant, plain, and so on; a
-contestant's figure is the median over rounds of its ratio to the mean of the plain times right before and after it. A
-round is dropped for a contestant, as loaded, when those two differ by more than 10 % or their mean exceeds the best by
-more than 20 %. `--clock cpu` counts processor time instead of wall time: for one thread on a machine that others use.
+`time` interleaves the contestants: a round runs the reference, a contestant, the reference, the next contestant, and so
+on; a contestant's figure is the median over rounds of its ratio to the mean of the times of the reference right before
+and after it. A round is dropped for a contestant, as loaded, when those two differ by more than 10 % or their mean
+exceeds the best by more than 20 %. `--clock cpu` counts processor time instead of wall time: for one thread on a machine that others use.
 `memory` measures one phase in a fresh process each.
 """
 
@@ -39,7 +41,7 @@ from torchrl.data import Composite, Unbounded
 
 OBS, ACT, EPOCHS, MINIBATCHES = 60, 8, 3, 4
 GAMMA, LAMBDA, CLIP, ENTROPY, LR = 0.99, 0.95, 0.2, 0.005, 3e-4
-CONTESTANTS = ("eager", *COMPILE_MODES)
+CONTESTANTS = ("plain", "eager", "bf16", *COMPILE_MODES)
 
 
 def synthetic_rollout(
@@ -88,6 +90,7 @@ class Ours:
         compile_mode: str | None = None,
         backend: str = "auto",
         device: str = "cpu",
+        amp: str = "none",
         **acceleration,
     ):
         torch.manual_seed(0)
@@ -101,6 +104,7 @@ class Ours:
             hidden_size=hidden,
             embedding=(hidden,),
             rnn_backend=backend,
+            amp=amp,
             device=device,
         )
         loss_module = make_loss(actor=models.actor, value_head=models.value_head, entropy_coeff=ENTROPY)
@@ -200,7 +204,8 @@ def make_phase(name: str, num_envs: int, num_steps: int, hidden: int, device: st
     if name == "plain":
         plain, tensors = Plain(hidden).to(device), plain_batch(batch)
         return lambda: plain.phase(tensors)
-    ours = Ours(hidden, num_steps=num_steps, compile_mode=None if name == "eager" else name, device=device)
+    options = {"eager": {}, "bf16": {"amp": "bf16"}}.get(name, {"compile_mode": name})
+    ours = Ours(hidden, num_steps=num_steps, device=device, **options)
     return lambda: ours.phase(batch)
 
 
@@ -264,6 +269,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="window length T, steps")
     parser.add_argument("--hidden", type=int, default=256, help="hidden and embedding units H")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["eager", "default"])
+    parser.add_argument("--reference", choices=("plain", "eager"), default="plain", help="what ratios are to")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
@@ -279,7 +285,7 @@ def main() -> None:
         if args.child:
             print(json.dumps(peak_memory(args.child, **sizes)))
             return
-        names = ["plain", *args.contestants]
+        names = [args.reference, *args.contestants]
         if args.what == "memory":
             flags = ["--envs", str(num_envs), "--steps", str(args.steps), "--hidden", str(args.hidden)]
             flags += ["--device", args.device, "--threads", str(args.threads)]
@@ -291,13 +297,13 @@ def main() -> None:
                 )
             figures = {
                 "peak_bytes": peaks,
-                "ratios": {name: round(p / max(peaks["plain"], 1), 3) for name, p in peaks.items()},
+                "ratios": {name: round(p / max(peaks[args.reference], 1), 3) for name, p in peaks.items()},
             }
         else:
             calls = {name: make_phase(name, **sizes) for name in names}
             for call in calls.values():
                 call(), call()
-            figures = interleaved(calls, reference="plain", rounds=args.rounds, clock=args.clock)
+            figures = interleaved(calls, reference=args.reference, rounds=args.rounds, clock=args.clock)
         results.append({"what": args.what, **sizes, **figures})
         print(json.dumps(results[-1]), flush=True)
     if args.output:

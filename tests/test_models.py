@@ -259,7 +259,10 @@ def test_bf16_keeps_weights_state_and_features_in_float32():
         (["--target-kl", "0"], "must be a number above 0"),
         (["--memory-horizon", "1"], "at least 2"),
         (["--desired-kl", "-0.1"], "must be a number above 0"),
-        (["--lr-schedule", "linear", "--max-learning-rate", "0.003"], "--lr-schedule linear has no bound"),
+        (
+            ["--lr-schedule", "linear", "--max-learning-rate", "0.003"],
+            "0.003: bounds --lr-schedule adaptive",
+        ),
         (["--lr-schedule", "adaptive", "--learning-rate", "0.02"], "--max-learning-rate 0.01: must be at least"),
         (["--reward-scale", "0"], "must be a number above 0"),
     ],

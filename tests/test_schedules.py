@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from isaaclab_rnn_ppo.utils.learner import Objective
+from isaaclab_rnn_ppo.utils.learner import Objective, apply_schedules
 from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, make_optimizer, set_learning_rate
 from isaaclab_rnn_ppo.utils.update import Replay, make_update
 from tensordict import TensorDict
@@ -52,13 +52,34 @@ def test_the_published_rule_touches_both_bounds_on_this_sequence():
 
 def test_adaptive_stays_within_its_bounds():
     optimizer = make_optimizer([nn.Parameter(torch.ones(1))], 1e-3)
-    adapt = AdaptiveLR(optimizer, desired_kl=0.01, bounds=(1e-5, 3e-3))
+    adapt = AdaptiveLR(optimizer, desired_kl=0.01, highest=3e-3)
     path = []
     for kl in KLS:
         adapt(torch.tensor(kl))
         path.append(float(optimizer.param_groups[0]["lr"]))
     assert path == pytest.approx(published_rule(1e-3, KLS, 0.01, highest=3e-3), rel=1e-6)
     assert max(path) == pytest.approx(3e-3, rel=1e-6)
+    adapt.highest.fill_(2e-6)  # what a schedule does; below the lowest rate of the rule
+    adapt(torch.tensor(0.01))
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(2e-6, rel=1e-6)
+
+
+def test_the_bound_of_the_adaptive_rate_falls_over_the_run():
+    loss_module = LossOfKl()
+    loss_module.register_buffer("entropy_coeff", torch.tensor(0.0))
+    optimizer = make_optimizer(loss_module.parameters(), 1e-3)
+    adapt = AdaptiveLR(optimizer, desired_kl=0.01, highest=4e-3)
+    policy = Objective("model", loss_module, optimizer, lambda _: {}, 1, 1, adapt_lr=adapt)
+    options = {"learning_rate": 1e-3, "lr_schedule": "adaptive", "max_learning_rate": 4e-3, "entropy_coeff": 0.2}
+    path = []
+    for iteration in (1, 2, 3, 4):
+        apply_schedules([policy], iteration, 4, max_learning_rate_final=0.0, entropy_coeff_final=0.0, **options)
+        for _ in range(9):
+            adapt(torch.tensor(1e-3))
+        path.append((float(optimizer.param_groups[0]["lr"]), float(loss_module.entropy_coeff)))
+    assert path == [pytest.approx(pair, rel=1e-6) for pair in ((4e-3, 0.2), (3e-3, 0.15), (2e-3, 0.1), (1e-3, 0.05))]
+    apply_schedules([policy], 4, 4, **options)
+    assert float(adapt.highest) == pytest.approx(1e-3), "without a final one the bound stays"
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "compiled and replayed"])

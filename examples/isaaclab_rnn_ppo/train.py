@@ -167,17 +167,20 @@ def make_objectives(models: Models, args: argparse.Namespace) -> list[Objective]
         **value_options,
     )
     optimizer = make_optimizer(loss.parameters(), args.learning_rate)
+    adapt_lr = None
+    if args.lr_schedule == "adaptive":
+        adapt_lr = AdaptiveLR(optimizer, desired_kl=args.desired_kl, highest=args.max_learning_rate)
     update = make_update(
         loss_module=loss,
         optimizer=optimizer,
         clip_grad_norm=args.clip_grad_norm,
-        adapt_lr=AdaptiveLR(optimizer, desired_kl=args.desired_kl, bounds=(1e-5, args.max_learning_rate))
-        if args.lr_schedule == "adaptive"
-        else None,
+        adapt_lr=adapt_lr,
         compile_mode=args.compile,
         **update_options,
     )
-    policy = Objective("model", loss, optimizer, update, args.num_epochs, args.num_minibatches, args.target_kl)
+    policy = Objective(
+        "model", loss, optimizer, update, args.num_epochs, args.num_minibatches, args.target_kl, adapt_lr
+    )
     if not models.has_separate_critic:
         return [policy]
 
@@ -244,6 +247,8 @@ def schedule(objectives: list[Objective], iteration: int, args: argparse.Namespa
         args.iterations,
         learning_rate=args.learning_rate,
         lr_schedule=args.lr_schedule,
+        max_learning_rate=args.max_learning_rate,
+        max_learning_rate_final=args.max_learning_rate_final,
         entropy_coeff=args.entropy_coeff,
         entropy_coeff_final=args.entropy_coeff_final,
         critic_learning_rate=args.critic_learning_rate,

@@ -179,6 +179,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
             choices=LR_SCHEDULES,
         ),
         "max_learning_rate": _positive(float, "highest rate of the adaptive schedule"),
+        "max_learning_rate_final": _at_least(
+            0, float, "rate that this bound moves to linearly over the run (null: constant)"
+        ),
         "desired_kl": _positive(float, "KL that the adaptive schedule keeps, by Schulman's k3 estimator"),
         "target_kl": _positive(float, "mean KL of an epoch above which an iteration's remaining epochs are left out"),
         "num_epochs": _positive(int, "passes over a batch"),
@@ -429,11 +432,9 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
             f"--max-learning-rate {args.max_learning_rate}: must be at least the rate that the adaptive schedule "
             f"starts with (--learning-rate {args.learning_rate})."
         )
-    if "max_learning_rate" in typed and args.lr_schedule != "adaptive":
-        parser.error(
-            f"--max-learning-rate {args.max_learning_rate}: --lr-schedule {args.lr_schedule} has no bound; it is the "
-            "adaptive schedule's."
-        )
+    for name in ("max_learning_rate", "max_learning_rate_final"):
+        if name in typed and args.lr_schedule != "adaptive":
+            parser.error(f"{_dashed(name)} {getattr(args, name)}: bounds --lr-schedule adaptive only.")
     if args.rnn_backend == "pad" and args.rnn_recompute:
         parser.error("--rnn-recompute: --rnn-backend pad keeps what torch's own kernels keep; use scan.")
     if args.rnn_backend == "unroll" and (args.rnn != "lstm" or args.rnn_recompute or args.amp == "bf16"):

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from isaaclab_rnn_ppo.utils.checkpoint import load_model
-from isaaclab_rnn_ppo.utils.schedules import linear, set_learning_rate
+from isaaclab_rnn_ppo.utils.schedules import AdaptiveLR, linear, set_learning_rate
 from isaaclab_rnn_ppo.utils.update import minibatches
 
 
@@ -30,6 +30,7 @@ class Objective:
         num_epochs: passes over a batch.
         num_minibatches: of an epoch.
         target_kl: the epoch whose mean KL is above it is the last; None for all epochs.
+        adapt_lr: what ``update`` adapts the learning rate with, if anything.
         skipped_in_a_row: updates that were skipped since the last one that was not.
     """
 
@@ -40,6 +41,7 @@ class Objective:
     num_epochs: int
     num_minibatches: int
     target_kl: float | None = None
+    adapt_lr: AdaptiveLR | None = None
     skipped_in_a_row: Tensor | int = 0
 
     def learn(self, training: TensorDictBase) -> dict[str, Tensor]:
@@ -88,6 +90,8 @@ def apply_schedules(
     *,
     learning_rate: float,
     lr_schedule: str = "constant",
+    max_learning_rate: float = 1e-2,
+    max_learning_rate_final: float | None = None,
     entropy_coeff: float,
     entropy_coeff_final: float | None = None,
     critic_learning_rate: float | None = None,
@@ -95,6 +99,7 @@ def apply_schedules(
     """Coefficients and learning rates of this iteration; the adaptive one moves inside the update.
 
     Args:
+        max_learning_rate_final: what the adaptive rate's bound moves to linearly; None keeps it.
         critic_learning_rate: None follows the policy's, the adaptive one as well.
     """
     policy, *critics = objectives
@@ -103,6 +108,8 @@ def apply_schedules(
     policy.loss.get_buffer("entropy_coeff").fill_(entropy_coeff)
     if lr_schedule == "linear":
         set_learning_rate(policy.optimizer, linear(learning_rate, 0.0, iteration, num_iterations))
+    elif policy.adapt_lr is not None and max_learning_rate_final is not None:
+        policy.adapt_lr.highest.fill_(linear(max_learning_rate, max_learning_rate_final, iteration, num_iterations))
     for critic in critics:
         if critic_learning_rate is None:
             set_learning_rate(critic.optimizer, policy.optimizer.param_groups[0]["lr"])

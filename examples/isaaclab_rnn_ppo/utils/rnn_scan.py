@@ -123,10 +123,10 @@ def _lstm_scan(
         chunks = _chunks(steps, envs)
         keep_gates = save and not recompute
         y = x.new_empty(steps, envs, hidden)
-        gates = x.new_empty(steps if keep_gates else chunks[0][1], envs, 4 * hidden)
+        gates = c0.new_empty(steps if keep_gates else chunks[0][1], envs, 4 * hidden)
+        products = x.new_empty(chunks[0][1], envs, 4 * hidden) if mixed else None
         cells = c0.new_empty(steps if save else min(steps, 2), envs, hidden)
         c_n, tanh_c = c0.new_empty(envs, hidden), c0.new_empty(envs, hidden)
-        work = c0.new_empty(envs, 4 * hidden) if mixed else None
         h = masked = x.new_empty(envs, hidden).copy_(h0)
         c = cells[0].copy_(c0)
         _mask(h, keep_h[0], out=h)
@@ -137,29 +137,29 @@ def _lstm_scan(
         slots = cells.unbind(0)
         for start, stop in chunks:
             block = gates[start:stop] if keep_gates else gates[: stop - start]
-            torch.addmm(bias, x[start:stop].flatten(0, 1), w_ih, out=block.view(-1, 4 * hidden))
-            if work is None:
-                views = _gate_views(block)
-            else:
-                views = [view * (stop - start) for view in _gate_views(work.unsqueeze(0))]
-            for t, pre, act, sigmoids, i, f, o, g in zip(range(start, stop), block.unbind(0), *views, strict=True):
+            product = block if products is None else products[: stop - start]
+            torch.addmm(bias, x[start:stop].flatten(0, 1), w_ih, out=product.view(-1, 4 * hidden))
+            steps_of = zip(range(start, stop), product.unbind(0), *_gate_views(block), strict=True)
+            for t, pre, act, sigmoids, i, f, o, g in steps_of:
                 pre.addmm_(h, w_hh)
                 if mixed:
                     act.copy_(pre)
                 act.tanh_()
                 torch.add(half, sigmoids, alpha=0.5, out=sigmoids)
-                if mixed and keep_gates:
-                    pre.copy_(act)
                 last = t == steps - 1
                 c_next = c_n if last else slots[(t + 1) % len(slots)]
                 torch.mul(i, g, out=c_next).addcmul_(f, c)
                 torch.tanh(c_next, out=tanh_c)
-                h, c = torch.mul(o, tanh_c, out=outputs[t]), c_next
+                h, c = outputs[t], c_next
+                if mixed:  # an output of another dtype would be converted through a temporary
+                    h.copy_(tanh_c.mul_(o))
+                else:
+                    torch.mul(o, tanh_c, out=h)
                 if not last and resets[t + 1]:
                     h = _mask(h, keep_h[t + 1], out=masked)
                     _mask(c, keep_c[t + 1], out=c)
-        empty = x.new_empty(0)
-        return y, c_n, gates if keep_gates else empty, cells if save else c0.new_empty(0)
+        empty = c0.new_empty(0)
+        return y, c_n, gates if keep_gates else empty, cells if save else empty
 
 
 @_lstm_scan.register_fake
@@ -168,7 +168,7 @@ def _(x, h0, c0, reset, w_ih, w_hh, b_ih, b_hh, save, recompute):
     return (
         x.new_empty(steps, envs, hidden),
         c0.new_empty(envs, hidden),
-        x.new_empty(steps, envs, 4 * hidden) if save and not recompute else x.new_empty(0),
+        c0.new_empty(steps, envs, 4 * hidden) if save and not recompute else c0.new_empty(0),
         c0.new_empty(steps, envs, hidden) if save else c0.new_empty(0),
     )
 
@@ -208,7 +208,7 @@ def _lstm_scan_backward(
         for start, stop in reversed(_chunks(steps, envs)):
             c_in, h_in = cells[start:stop], _entering(y, h0, keep_h, start, stop)
             if gates.numel():
-                i, f, o, g = gates[start:stop].to(cells.dtype).unflatten(-1, (4, hidden)).unbind(-2)
+                i, f, o, g = gates[start:stop].unflatten(-1, (4, hidden)).unbind(-2)
             else:
                 block = (x[start:stop] @ w_ih.t()).add_(h_in @ w_hh.t()).add_(b_ih + b_hh).to(cells.dtype)
                 i, f, g, o = block.unflatten(-1, (4, hidden)).unbind(-2)

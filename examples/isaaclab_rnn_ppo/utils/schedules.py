@@ -40,26 +40,29 @@ class AdaptiveLR:
     """Keeps the KL between the collecting and the current policy near ``desired_kl``, on the device.
 
     Before each step of the optimizer: above twice the desired KL the learning rate is divided by
-    1.5, below half of it multiplied by 1.5, within ``bounds`` (the rule of rsl_rl's PPO, Schwarke et
-    al., 2025, arXiv:2509.10771, after the adaptive penalty of Schulman et al., 2017,
+    1.5, below half of it multiplied by 1.5, within 1e-5 and ``highest`` (the rule of rsl_rl's PPO,
+    Schwarke et al., 2025, arXiv:2509.10771, after the adaptive penalty of Schulman et al., 2017,
     arXiv:1707.06347). A KL of exactly 0 changes nothing.
 
     Args:
         optimizer: its learning rates are tensors (``make_optimizer``). They are looked up at every
             call, because ``load_state_dict`` replaces them.
+
+    Attributes:
+        highest: a tensor, which a schedule may lower in place; it wins over 1e-5.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, desired_kl: float, bounds: tuple[float, float] = (1e-5, 1e-2)
-    ):
-        self.optimizer, self.desired_kl, self.bounds = optimizer, desired_kl, bounds
+    lowest = 1e-5
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, desired_kl: float, highest: float = 1e-2):
+        self.optimizer, self.desired_kl = optimizer, desired_kl
+        self.highest = torch.tensor(highest, device=optimizer.param_groups[0]["lr"].device)
 
     @torch.no_grad()
     def __call__(self, kl: Tensor) -> None:
-        lowest, highest = self.bounds
         for group in self.optimizer.param_groups:
             lr = group["lr"]
-            slower = (lr / 1.5).clamp(min=lowest)
-            faster = (lr * 1.5).clamp(max=highest)
+            slower = (lr / 1.5).clamp(min=self.lowest)
             adapted = torch.where(kl > 2 * self.desired_kl, slower, lr)
-            lr.copy_(torch.where((kl < self.desired_kl / 2) & (kl > 0), faster, adapted))
+            adapted = torch.where((kl < self.desired_kl / 2) & (kl > 0), lr * 1.5, adapted)
+            lr.copy_(torch.minimum(adapted, self.highest))
