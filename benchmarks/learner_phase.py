@@ -12,7 +12,8 @@ and the modes of --compile are what train.py runs.
 `time` interleaves the contestants: a round runs the reference, a contestant, the reference, the next contestant, and so
 on; a contestant's figure is the median over rounds of its ratio to the mean of the times of the reference right before
 and after it. A round is dropped for a contestant, as loaded, when those two differ by more than 10 % or their mean
-exceeds the best by more than 20 %. `--clock cpu` counts processor time instead of wall time: for one thread on a machine that others use.
+exceeds the best by more than 20 %. `--clock cpu` counts processor time instead of wall time: for one thread on a
+machine that others use.
 `memory` measures one phase in a fresh process each.
 """
 
