@@ -158,8 +158,7 @@ def _lstm_scan(
                 if not last and resets[t + 1]:
                     h = _mask(h, keep_h[t + 1], out=masked)
                     _mask(c, keep_c[t + 1], out=c)
-        empty = c0.new_empty(0)
-        return y, c_n, gates if keep_gates else empty, cells if save else empty
+        return y, c_n, gates if keep_gates else c0.new_empty(0), cells if save else c0.new_empty(0)
 
 
 @_lstm_scan.register_fake
