@@ -215,9 +215,9 @@ def test_recall_rate_is_the_share_of_the_last_second_at_the_cued_side():
     # Of four kinds of envs: all of the last second, half of it, none, none.
     assert found["rates"] == pytest.approx([1.5 / 4] * 64, abs=1e-3)
     rewards = torch.tensor(found["rewards"])
-    # 2 x (1 at the side, 0 at the other) x dt, on top of what balancing gives.
+    # 2 x (2 at the side, 0 at the other) x dt, on top of what balancing gives.
     gain = rewards[50, 0::4].mean() - rewards[50, 1::4].mean()
-    assert float(gain) == pytest.approx(2 / 60, rel=0.02)
+    assert float(gain) == pytest.approx(4 / 60, rel=0.02)
     assert float((rewards[5, 0::4] - rewards[5, 1::4]).abs().max()) < 1e-3  # nothing to gain during the cue
 
 

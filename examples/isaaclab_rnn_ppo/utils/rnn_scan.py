@@ -20,7 +20,7 @@ from torch import Tensor
 
 # Rows (steps x envs) that one hoisted product or factor computation covers: enough for an efficient product,
 # few enough that what it needs besides stays small.
-_CHUNK_ROWS = 2048
+_CHUNK_ROWS = 4096
 _INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

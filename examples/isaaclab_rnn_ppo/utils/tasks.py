@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 RECALL_TASK = "Isaac-Cartpole-Recall"
 RECALL_WINDOW_S = 1.0
 RECALL_TOLERANCE_M = 0.3
+RECALL_NEAR_M = 0.6
 
 
 class CueCommand(CommandTerm):
@@ -109,10 +110,10 @@ class InertDuringCueCfg(mdp.JointEffortActionCfg):
 
 
 class CuedSide(ManagerTermBase):
-    """Reward for standing at the cued side once the cue is gone: 1 there, 0 at the other side, linear in x.
+    """Reward for standing at the cued side once the cue is gone: 2 there.
 
-    Without the cue every place between the sides is then worth the same, so that a policy does not
-    settle at one of them before it has found its memory.
+    One half falls linearly to 0 at the other side: at every place it says which way the cue was. The
+    other is 1 at the cued side and 0 from ``RECALL_NEAR_M`` on, for a place that is kept exactly.
 
     At an episode's end it reports ``recall_rate``: the share of the episode's last second that the
     cart spent within 0.3 m of the target. What an episode lacks of a second counts as missed.
@@ -133,7 +134,8 @@ class CuedSide(ManagerTermBase):
         slot = ((env.episode_length_buf - 1) % self._near.shape[1]).unsqueeze(1)
         self._near.scatter_(1, slot, (error < RECALL_TOLERANCE_M).float().unsqueeze(1))
         gone = env.episode_length_buf > cue.cfg.cue_steps
-        return torch.where(gone, 1.0 - error / (2 * distance_m), 0.0)
+        far, near = 1.0 - error / (2 * distance_m), (1.0 - error / RECALL_NEAR_M).clamp(min=0.0)
+        return torch.where(gone, far + near, 0.0)
 
 
 @configclass
