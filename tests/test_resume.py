@@ -123,7 +123,8 @@ def test_a_resumed_run_on_isaac_lab_goes_on_without_a_dip(tmp_path):
 
     Once the policy has learned: while it still fails, episodes that all begin anew report their failures first.
     """
-    part, whole_run, settings = 40, 60, ["--task", "Isaac-Cartpole", "--asset-root", "bundled", "--device", "cpu", *NO_SCHEDULE]
+    part, whole_run = 40, 60
+    settings = ["--task", "Isaac-Cartpole", "--asset-root", "bundled", "--device", "cpu", *NO_SCHEDULE]
 
     def run(name: str, *argv: str) -> list[dict[str, str]]:
         log_dir = tmp_path / name
