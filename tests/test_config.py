@@ -40,9 +40,9 @@ def test_max_autotune_unrolls_short_windows_only():
         steps: parse_args([*CPU, "--compile", "max-autotune", "--rollout-steps", steps]).rnn_backend
         for steps in ("32", "33")
     }
-    assert backends == {"32": "unroll", "33": "scan"}
+    assert backends == {"32": "unroll", "33": "auto"}
     assert parse_args([*CPU, "--compile", "max-autotune", "--rnn-backend", "scan"]).rnn_backend == "scan"
-    assert parse_args([*CPU, "--compile", "max-autotune", "--rnn", "gru"]).rnn_backend == "scan"
+    assert parse_args([*CPU, "--compile", "max-autotune", "--rnn", "gru"]).rnn_backend == "auto"
 
 
 def test_number_of_envs():
@@ -116,6 +116,7 @@ def test_help_gives_every_flag_its_default():
         ("env.scene.num_envs=many", ["env.scene.num_envs=many", "whole number"]),
         ("--rnn-backend triton", ["--rnn-backend", "triton", "CUDA"]),
         ("--rnn-backend unroll --rnn gru", ["--rnn-backend unroll", "--rnn lstm"]),
+        ("--rnn-backend blank --amp bf16", ["--rnn-backend blank", "--rnn lstm in float32"]),
         ("--rnn-backend pad --rnn-recompute", ["--rnn-recompute", "--rnn-backend pad"]),
         ("--clip-grad-norm -1", ["--clip-grad-norm -1", "above 0"]),
         ("--clip-grad-norm nan", ["--clip-grad-norm nan", "above 0"]),

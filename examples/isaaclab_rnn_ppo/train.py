@@ -74,6 +74,7 @@ from isaaclab_rnn_ppo.utils import (
     user_errors,
     versions,
 )
+from isaaclab_rnn_ppo.utils.rnn import EAGER_BACKENDS
 from isaaclab_rnn_ppo.utils.video import add_camera
 
 # What a rank waits for another beyond the time in which a collector must answer: the start of a simulator.
@@ -155,7 +156,7 @@ def make_objectives(models: Models, args: argparse.Namespace) -> list[Objective]
         "cudagraphs": args.cudagraphs and args.device.startswith("cuda"),
         "cudagraph_warmup": args.cudagraph_warmup,
         "cudagraph_trees": args.cudagraph_trees,
-        "fullgraph": args.rnn_backend != "pad",
+        "fullgraph": args.rnn_backend not in EAGER_BACKENDS,
     }
     loss = make_loss(
         actor=models.actor,
@@ -270,8 +271,8 @@ def print_notes(args: argparse.Namespace) -> None:
         print("--cudagraphs: CUDA graphs need a CUDA device; the update runs without.", flush=True)
     if args.compile:
         print(f"--compile {args.compile}: the first iterations pay for the compilation.", flush=True)
-        if args.rnn_backend == "pad":
-            print("--rnn-backend pad: its recurrent part stays eager under --compile.", flush=True)
+        if args.rnn_backend in EAGER_BACKENDS:
+            print(f"--rnn-backend {args.rnn_backend}: its recurrent part stays eager under --compile.", flush=True)
 
 
 def training_state(
@@ -408,7 +409,7 @@ def train(args: argparse.Namespace) -> None:
                 reward_scale=args.reward_scale,
             ),
             compile_mode=args.compile,
-            fullgraph=args.rnn_backend != "pad",
+            fullgraph=args.rnn_backend not in EAGER_BACKENDS,
         )
         objectives = make_objectives(models, args)
         episodes = EpisodeStatistics(collector.getattr_env("log_names"))

@@ -437,8 +437,10 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
             parser.error(f"{_dashed(name)} {getattr(args, name)}: bounds --lr-schedule adaptive only.")
     if args.rnn_backend == "pad" and args.rnn_recompute:
         parser.error("--rnn-recompute: --rnn-backend pad keeps what torch's own kernels keep; use scan.")
-    if args.rnn_backend == "unroll" and (args.rnn != "lstm" or args.rnn_recompute or args.amp == "bf16"):
-        parser.error("--rnn-backend unroll: is for --rnn lstm in float32, without --rnn-recompute; use scan.")
+    if args.rnn_backend in ("blank", "unroll") and (args.rnn != "lstm" or args.rnn_recompute or args.amp == "bf16"):
+        parser.error(
+            f"--rnn-backend {args.rnn_backend}: is for --rnn lstm in float32, without --rnn-recompute; use scan."
+        )
     if args.rnn_backend == "auto" and unrolling_pays(
         compile_mode=args.compile,
         device=args.device,
@@ -449,7 +451,7 @@ def _check_combinations(args: argparse.Namespace, parser: Parser, typed: set[str
     ):
         args.rnn_backend = "unroll"
     try:
-        args.rnn_backend = resolve_backend(args.rnn_backend, torch.device(args.device))
+        resolve_backend(args.rnn_backend, torch.device(args.device))
     except ValueError as error:
         parser.error(str(error))
     if args.resume not in (None, "auto") and not Path(args.resume).exists():

@@ -20,10 +20,12 @@ from torchrl.data import Unbounded
 from torchrl.envs.transforms import TensorDictPrimer
 from torchrl.modules import recurrent_mode
 
+from .rnn_blank import blank_lstm_layer, blanks_pay
 from .rnn_scan import scan_layer
 from .rnn_unroll import unrolled_lstm_layer
 
-BACKENDS = ("auto", "pad", "scan", "triton", "unroll")
+BACKENDS = ("auto", "blank", "pad", "scan", "triton", "unroll")
+EAGER_BACKENDS = ("blank", "pad")  # their shapes depend on the resets
 _GATES = {"lstm": 4, "gru": 3}
 
 
@@ -31,7 +33,8 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     """Name of the backend that runs in recurrent mode on `device`.
 
     Args:
-        name: one of `BACKENDS`; "auto" is "triton" on CUDA and "scan" elsewhere.
+        name: one of `BACKENDS`; "auto" is "triton" on CUDA and "scan" elsewhere, for which `rnn_forward` takes "blank"
+            where that is faster.
         device: where the weights are.
 
     Raises:
@@ -66,7 +69,7 @@ def rnn_forward(
         weights: `w_ih, w_hh, b_ih, b_hh` a layer, in nn.LSTM's or nn.GRU's layout and order.
         cell: "lstm" or "gru".
         backend: one of `BACKENDS`.
-        recompute: recompute the gates in the backward instead of saving them (not with "pad").
+        recompute: recompute the gates in the backward instead of saving them ("scan" and "triton").
 
     Returns:
         Outputs [N, T, H] and the final state, each [N, L, H]. Under autocast the outputs have its dtype; the state
@@ -75,7 +78,7 @@ def rnn_forward(
     Raises:
         ValueError: a shape that does not fit, or a backend that cannot run here.
     """
-    backend = resolve_backend(backend, x.device)
+    automatic, backend = backend == "auto", resolve_backend(backend, x.device)
     steps, envs, layers = x.shape[1], x.shape[0], len(weights) // 4
     hidden = weights[1].shape[1]
     if is_init.shape not in ((envs, steps), (envs, steps, 1)):
@@ -97,16 +100,18 @@ def rnn_forward(
         if backend == "triton":
             # Imported here: Triton is no part of a CPU installation of torch.
             from .rnn_triton import triton_layer as run_layer
-        elif backend == "unroll":
+        elif backend in ("blank", "unroll"):
             if cell != "lstm" or recompute or x.dtype != state[0].dtype:
                 raise ValueError(
-                    "--rnn-backend 'unroll' is for an LSTM in one precision, without recomputing: use scan."
+                    f"--rnn-backend {backend!r} is for an LSTM in one precision, without recomputing: use scan."
                 )
-            run_layer = unrolled_lstm_layer
+            run_layer = blank_lstm_layer if backend == "blank" else unrolled_lstm_layer
         else:
             run_layer = scan_layer
         out = x.transpose(0, 1)
         reset = reset.t().contiguous()
+        if automatic and not recompute and blanks_pay(cell=cell, reset=reset, weights=weights, state=state):
+            run_layer = blank_lstm_layer
         finals = []
         for layer in range(layers):
             out, final = run_layer(
