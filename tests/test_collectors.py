@@ -219,6 +219,42 @@ def test_too_small_shared_memory_is_an_error_before_the_first_rollout():
     assert "MiB left: lower --num-envs or --rollout-steps" in done.stdout
 
 
+INTERRUPTED_PUSH_SCRIPT = """
+import threading
+from functools import partial
+from isaaclab_rnn_ppo.utils.collectors import make_collector
+from tensor_env import make_random_env, make_test_models, make_test_policy
+
+if __name__ == "__main__":
+    env = partial(make_random_env, num_steps=8)
+    collector = make_collector(
+        create_env_fn=env, make_policy=make_test_policy, num_envs=4, rollout_steps=8, async_collection=True
+    )
+    specs = {name: collector.getattr_env(name) for name in ("observation_spec", "action_spec")}
+    collector.update_policy_weights_(make_test_models(**specs).actor)
+    next(iter(collector))
+    scheme = collector._weight_sync_schemes["policy"]
+    for queues in (scheme._weight_init_queues, scheme._instruction_queues):
+        for queue in queues.values():
+            stale = threading.Lock()
+            stale.acquire()
+            queue._notempty._waiters.appendleft(stale)
+    collector.shutdown()
+    print("ended", flush=True)
+"""
+
+
+def test_a_push_that_a_signal_interrupts_does_not_keep_the_process_from_ending(tmp_path):
+    """Left in the queues is what an exception between ``notify``'s two statements leaves: the next one wakes nobody."""
+    script = tmp_path / "push.py"
+    script.write_text(INTERRUPTED_PUSH_SCRIPT)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0 and "ended" in done.stdout, done
+
+
 # --- workers ----------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,17 @@ class HeldWeightSync(MultiProcessWeightSyncScheme):
     def model(self, model: nn.Module) -> None:
         pass
 
+    def _init_on_sender_impl(self, *args, **kwargs) -> None:
+        """Like the stock one of TorchRL 0.14.1; a signal in the middle of a push cannot keep the process from ending.
+
+        What the signal raises may leave ``threading.Condition.notify`` half done, and the queue's thread asleep for
+        ever: at its exit, Python would wait for it.
+        """
+        super()._init_on_sender_impl(*args, **kwargs)
+        for queues in (self._weight_init_queues, self._instruction_queues):
+            for to_worker in queues.values():
+                to_worker.cancel_join_thread()
+
     def _wait_for_ack(self, worker_ids=None, timeout=None) -> None:
         """Like the stock one of TorchRL 0.14.1, which waits for ever for a worker that is gone."""
         for acks in self._ack_queues.values():
