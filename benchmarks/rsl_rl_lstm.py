@@ -37,7 +37,7 @@ class LstmRunnerCfg(CartpolePPORunnerCfg):
 class RecallRunnerCfg(LstmRunnerCfg):
     """Windows as long as in this suite's preset."""
 
-    num_steps_per_env = 32
+    num_steps_per_env = 64
 
 
 def register() -> None:

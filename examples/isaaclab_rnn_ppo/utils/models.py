@@ -5,8 +5,10 @@ Shapes: N envs, T steps, L layers, H hidden, A actions, * any batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from tensordict import TensorDictBase
@@ -29,6 +31,12 @@ ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU}
 DISTRIBUTIONS = ("normal", "tanh_normal")
 CORES = {"lstm": LSTM, "gru": GRU}
 CRITIC_GROUP = "critic"
+
+
+def _note_that_pandas_is_missing() -> None:
+    """Tensordict 0.14.3 looks for it on the disk at every output of a module: 0.2 ms of a step that takes a few."""
+    if "pandas" not in sys.modules and find_spec("pandas") is None:
+        sys.modules["pandas"] = None  # type: ignore[assignment]  # how Python marks what cannot be imported
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,7 @@ def make_models(
     ):
         if value not in valid:
             raise ValueError(f"{flag} {value}: valid are {', '.join(valid)}.")
+    _note_that_pandas_is_missing()
 
     def or_actors(value, actors):
         return actors if value is None else value
