@@ -10,6 +10,8 @@ K resets in an env takes T + K steps of the fast kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ _SHUT = -1e30  # a sigmoid makes exactly 0 of it, whatever is added that trains
 _MAX_WIDTH = 8192  # envs x hidden units: beyond, `scan` trains as fast
 
 
-def blanks_pay(*, cell: str, reset: Tensor, weights: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> bool:
+def blanks_pay(*, cell: str, reset: Tensor, weights: Sequence[Tensor], state: Sequence[Tensor]) -> bool:
     """Whether this backend is faster than `scan` for a layer: reset [T, N], the rest as `scan_layer`'s.
 
     Reads the resets, which on the CPU is free.
@@ -46,7 +48,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        return grad_outputs[0][:, : ctx.width].index_select(0, *ctx.saved_tensors), None, None
+        (index,) = ctx.saved_tensors
+        return grad_outputs[0][:, : ctx.width].index_select(0, index), None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -60,7 +63,8 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        return grad_outputs[0].new_zeros(ctx.shape).index_copy_(0, *ctx.saved_tensors, grad_outputs[0]), None
+        (index,) = ctx.saved_tensors
+        return grad_outputs[0].new_zeros(ctx.shape).index_copy_(0, index, grad_outputs[0]), None
 
 
 def _flag_weights(like: Tensor, hidden: int) -> Tensor:
@@ -79,7 +83,9 @@ def blank_lstm_layer(
     Zero times NaN is NaN: where an output is not finite, `scan` runs instead, which isolates episodes even then.
     """
     (steps, envs), hidden = reset.shape, weights[1].shape[1]
-    entering = tuple(torch.where(reset[0].unsqueeze(-1), 0.0, part).unsqueeze(0) for part in state)
+    if reset[0].any():
+        state = tuple(torch.where(reset[0].unsqueeze(-1), 0.0, part) for part in state)
+    entering = tuple(part.unsqueeze(0) for part in state)
     options = (True, 1, 0.0, torch.is_grad_enabled(), False, False)
     blank = reset.clone()
     blank[0] = False

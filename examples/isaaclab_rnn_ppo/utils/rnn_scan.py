@@ -211,7 +211,9 @@ def _lstm_scan_backward(
             else:
                 block = (x[start:stop] @ w_ih.t()).add_(h_in @ w_hh.t()).add_(b_ih + b_hh).to(cells.dtype)
                 i, f, g, o = block.unflatten(-1, (4, hidden)).unbind(-2)
-                g.tanh_(), i.sigmoid_(), f.sigmoid_(), o.sigmoid_()
+                g.tanh_()
+                for gate in (i, f, o):
+                    gate.sigmoid_()
             tanh_c = torch.mul(i, g).addcmul_(f, c_in).tanh_()
             # Factors of the four gates' pre-activation gradients; o's multiplies dh, the others' dc.
             grads = new(stop - start, envs, 4, hidden)
